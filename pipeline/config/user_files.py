@@ -1,7 +1,7 @@
-"""User code and data files that a job names: their paths are made absolute, checked, and sent along with the job.
+"""User code and data files of a job: makes their paths absolute, checks them, and collects them for submission.
 
-Code and rows passed as Python objects are files in a temporary folder of this process. A run copies those that its job
-names, since the folder is deleted with the process.
+Code and rows passed as Python objects are files in a temporary folder of this process. A run copies those of its job,
+because the folder is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ DATA_KEYS = ("task.source", "task.eval_source", "training.sft.source")
 def code_keys(
     reward_parts: Iterable[str], num_tools: int, sets: Iterable[str], sources: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """Keys that may name user code in a job with these reward parts, tools, evaluation sets and task sources."""
-    of_sources = (f"task.sources.{name}.{key}" for name in sources for key in SOURCE_CODE_KEYS)
-    parts = (f"reward.parts.{name}.function" for name in reward_parts)
-    of_sets = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
-    return (*CODE_KEYS, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets, *of_sources)
+    """Return the keys that may name user code in a job with these reward parts, tools, evaluation sets and task
+    sources."""
+    source_keys = (f"task.sources.{name}.{key}" for name in sources for key in SOURCE_CODE_KEYS)
+    reward_keys = (f"reward.parts.{name}.function" for name in reward_parts)
+    set_keys = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
+    return (*CODE_KEYS, *reward_keys, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *set_keys, *source_keys)
 
 
 def _code_keys(config: RunConfig) -> tuple[str, ...]:
@@ -65,24 +66,25 @@ def _code_keys(config: RunConfig) -> tuple[str, ...]:
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys of a job whose user code scores responses."""
+    """Return the keys of a job whose user code scores responses."""
     return tuple(key for key in _code_keys(config) if key.startswith(("task.", "reward.", "evaluation.")))
 
 
 def copied_keys(config: RunConfig) -> tuple[str, ...]:
-    """Keys of a job whose user code is copied into the run folder: rules, and code passed as Python objects."""
+    """Return the keys of a job whose user code is copied into the run folder: rules, and code passed as Python
+    objects."""
     return tuple(
         key
         for key in _code_keys(config)
-        if key in RULE_KEYS or key.endswith(".sampler.name") or is_temporary(Path(_named(config, key)[0]))
+        if key in RULE_KEYS or key.endswith(".sampler.name") or is_temporary(Path(_code_reference(config, key)[0]))
     )
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """(key, kind, path) of each data set of the job that is a file or folder."""
-    of_sets = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
-    of_tasks = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
-    for key in (*DATA_KEYS, *of_sets, *of_tasks):
+    """Yield (key, kind, path) of each data set of the job that is a file or folder."""
+    set_keys = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
+    source_keys = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
+    for key in (*DATA_KEYS, *set_keys, *source_keys):
         kind, path = data_file(_get(config, key))
         if path is not None:
             yield key, kind, path
@@ -91,9 +93,9 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make all paths of a job absolute, because workers of a cluster have other working directories."""
     for key in _code_keys(config):
-        file, name = _named(config, key)
+        file, name = _code_reference(config, key)
         if file:
-            config = _set_named(config, key, str(Path(file).resolve()), name)
+            config = _set_code_reference(config, key, str(Path(file).resolve()), name)
     config = with_absolute_models(config)
     for key, kind, path in data_files(config):
         config = _set(config, key, f"{kind}:{path.resolve()}")
@@ -117,10 +119,10 @@ def with_multi_turn(config: RunConfig) -> RunConfig:
         return config
     try:
         sources = (task.source for task in config.task.sources_by_name.values())
-        plays = bool(config.environment.tools) or any(is_environment(source, "task.source") for source in sources)
+        has_steps = bool(config.environment.tools) or any(is_environment(source, "task.source") for source in sources)
     except ConfigError:
         return config
-    return _set(config, "task.multi_turn", "yes" if plays else "no")
+    return _set(config, "task.multi_turn", "yes" if has_steps else "no")
 
 
 def data_file(source: str) -> tuple[str, Path | None]:
@@ -137,8 +139,8 @@ def split_code(reference: str) -> tuple[str, str, str]:
     agent:FILE.py:NAME, is empty except for task sources of a kind."""
     kind = kind_of(reference)
     prefix = f"{kind.name}:" if kind is not None and kind.name_is_code else ""
-    where, _, name = reference.removeprefix(prefix).rpartition(":")
-    return prefix, where, name
+    location, _, name = reference.removeprefix(prefix).rpartition(":")
+    return prefix, location, name
 
 
 def in_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -181,19 +183,19 @@ def require_tracker(tracker: object, name: str) -> None:
 
 
 def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
-    """Return the job with user code of these keys (by default all) and rows of Python objects referenced by file name
-    only; and the contents of these files by name. Raises ConfigError for an unreadable file."""
+    """Collect the user code of these keys (by default all) and rows of Python objects. Returns the job with references
+    by file name only, and the contents of the files by name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
     for key in _code_keys(config) if keys is None else keys:
-        file, name = _named(config, key)
+        file, name = _code_reference(config, key)
         if file:
             prefix = key.split(".")[-2 if key in CODE_KEYS else 0] + "_"
-            sent_as = prefix + Path(file).name.removeprefix(prefix)
+            file_name = prefix + Path(file).name.removeprefix(prefix)
             with raised_as(ConfigError, f"{key} = {_get(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
                 text = Path(file).read_text()
-            while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
-                sent_as = f"{prefix}{sent_as}"
-            config = _set_named(config, key, sent_as, name)
+            while code.setdefault(file_name, text) != text:  # files of one name, from two folders
+                file_name = f"{prefix}{file_name}"
+            config = _set_code_reference(config, key, file_name, name)
     for key, kind, path in data_files(config):
         if is_temporary(path):
             code[path.name] = path.read_text("utf-8")
@@ -204,9 +206,9 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
     """Return the job with its user code and rows referenced by their paths in `folder`."""
     for key in _code_keys(config):
-        file, name = _named(config, key)
+        file, name = _code_reference(config, key)
         if file in code:
-            config = _set_named(config, key, str(copied_path(folder, file)), name)
+            config = _set_code_reference(config, key, str(copied_path(folder, file)), name)
     for key, kind, path in data_files(config):
         if str(path) in code:
             config = _set(config, key, f"{kind}:{copied_path(folder, str(path))}")
@@ -214,39 +216,40 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
 
 
 def copied_path(folder: Path, name: str) -> Path:
-    """Path of a run's copy of one of its job's files: code in `folder`, the run's code folder, and rows beside it."""
+    """Return the path of a run's copy of a file of its job: code in `folder`, the run's code folder, rows in its
+    parent."""
     return folder / name if name.endswith(".py") else folder.parent / name
 
 
-def _named(config: RunConfig, key: str) -> tuple[str, str]:
-    """The file that a key names, and the name within it; empty if it names no file."""
+def _code_reference(config: RunConfig, key: str) -> tuple[str, str]:
+    """Return the file of user code at a key, and the name within it; both empty if there is none."""
     _, file, name = split_code(_get(config, key))
     return (file, name) if file.endswith(".py") else ("", "")
 
 
-def _set_named(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
-    """The job in which a key names something in a file, of the same kind as before."""
+def _set_code_reference(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
+    """Return the job with another file and name of user code at a key."""
     return _set(config, key, f"{split_code(_get(config, key))[0]}{file}:{name}")
 
 
 def _get(config: RunConfig, key: str) -> Any:
-    return reduce(_below, key.split("."), config)
+    return reduce(_child, key.split("."), config)
 
 
 def _set(config: RunConfig, key: str, value: str) -> RunConfig:
-    changed: RunConfig = _replaced(config, key.split("."), value)
-    return changed
+    new_config: RunConfig = _with_value(config, key.split("."), value)
+    return new_config
 
 
-def _replaced(node: Any, path: Sequence[str], value: str) -> Any:
-    first, *rest = path
-    changed = {first: _replaced(_below(node, first), rest, value) if rest else value}
+def _with_value(node: Any, path: Sequence[str], value: str) -> Any:
+    name, *rest = path
+    new_fields = {name: _with_value(_child(node, name), rest, value) if rest else value}
     if isinstance(node, list):
-        return [changed.get(str(i), item) for i, item in enumerate(node)]
-    return {**node, **changed} if isinstance(node, Mapping) else dataclasses.replace(node, **changed)
+        return [new_fields.get(str(i), item) for i, item in enumerate(node)]
+    return {**node, **new_fields} if isinstance(node, Mapping) else dataclasses.replace(node, **new_fields)
 
 
-def _below(node: Any, name: str) -> Any:
+def _child(node: Any, name: str) -> Any:
     if isinstance(node, list):
         return node[int(name)]
     return node[name] if isinstance(node, Mapping) else getattr(node, name)
@@ -254,12 +257,12 @@ def _below(node: Any, name: str) -> Any:
 
 def new_folder() -> Path:
     """Create an empty folder in the temporary folder of this process. Raises OSError."""
-    return Path(tempfile.mkdtemp(dir=_session()))
+    return Path(tempfile.mkdtemp(dir=_temporary_folder()))
 
 
 def is_temporary(path: Path) -> bool:
     """Whether a file is deleted with this process."""
-    return _session.cache_info().currsize > 0 and path.is_relative_to(_session())
+    return _temporary_folder.cache_info().currsize > 0 and path.is_relative_to(_temporary_folder())
 
 
 def name_rows(message: str) -> str:
@@ -273,7 +276,7 @@ def name_rows(message: str) -> str:
 
 
 @functools.cache
-def _session() -> Path:
+def _temporary_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)
     return Path(folder.name).resolve()

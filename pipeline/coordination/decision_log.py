@@ -47,14 +47,14 @@ class DecisionLog:
             self.note(trajectory, f"waits: {reason}")
 
     def latest_decisions(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The latest decisions, newest first: (seconds, trajectory, decision, cause). Notes about events are left
-        out."""
+        """Return the latest decisions, newest first: (seconds, trajectory, decision, cause). Notes about events are
+        left out."""
         decisions = (entry for entry in reversed(self._notes) if not entry[3].startswith(EVENT_NOTES))
-        return [(now, int(member), note, cause) for member, now, cause, note in itertools.islice(decisions, count)]
+        return [(now, int(id), note, cause) for id, now, cause, note in itertools.islice(decisions, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
-        """The notes of a trajectory, in order: one line "time  note  (cause)" each."""
-        return [f"{now:9.3f} s  {note}  ({cause})" for member, now, cause, note in self._notes if member == trajectory]
+        """Return the notes of a trajectory, in order: one line "time  note  (cause)" each."""
+        return [f"{now:9.3f} s  {note}  ({cause})" for noted, now, cause, note in self._notes if noted == trajectory]
 
 
 def format_sampled_tokens(event: TrajectorySampled | TrajectoryInterrupted) -> str:
@@ -77,7 +77,7 @@ class CoordinatorInspection:
 
     @property
     def finished(self) -> bool:
-        """All planned steps are trained and published, and no evaluation is running."""
+        """Whether all planned steps are trained and published, and no evaluation is running."""
         return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
 
     @property

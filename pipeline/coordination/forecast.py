@@ -22,7 +22,7 @@ AVERAGED_EPISODES = 256
 
 @dataclass(slots=True)
 class EpisodeForecast:
-    """Forecasts how many of a trajectory's next tokens are sampled; all of them in a run without environments."""
+    """Forecasts the share of sampled tokens in the rest of a trajectory; 1 in a run without environments."""
 
     _tokens: float = 0.0
     _observation_tokens: float = 0.0
@@ -34,15 +34,14 @@ class EpisodeForecast:
         self._observation_tokens = self._observation_tokens * decay + observation_tokens
 
     def expected_sampled_tokens(self, tokens: float) -> float:
-        """Expected number of sampled tokens among the next `tokens` of a trajectory."""
+        """Return the expected number of sampled tokens among the next `tokens` of a trajectory."""
         return tokens * (1 - self._observation_tokens / self._tokens) if self._tokens else tokens
 
 
 WINDOW_LENGTHS = 4096
-"""Number of finished lengths kept: enough to contain rare long ones, few enough to follow a policy
-that changes."""
+"""Number of latest lengths that are kept: enough to contain rare long ones, few enough to follow a changing policy."""
 MIN_LENGTHS = 32
-"""Least number of finished lengths for a forecast, since the first trajectories to finish are short."""
+"""Minimum number of lengths for a forecast, because the first trajectories to finish are short."""
 REFRESH_SHARE = 0.02
 """Share of new lengths after which the sums over the sorted window are computed again."""
 
@@ -97,8 +96,8 @@ class LengthForecast:
         return len(self._lengths) >= MIN_LENGTHS
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
-        """Expected number of further tokens of a trajectory with `tokens` so far; half of the allowed ones while
-        there are too few lengths."""
+        """Return the expected number of further tokens of a trajectory that has `tokens`; half of the allowed ones
+        while there are too few lengths."""
         max_remaining = max(1, self._max_tokens - tokens)
         if not self.has_enough_lengths:
             return max_remaining / 2
@@ -148,8 +147,9 @@ class LengthForecast:
         return max(-1.0, min(1.0, correlation))
 
     def _length_factor(self, group: GroupId) -> float:
-        """The factor by which a group's finished members change the forecast for the others: the best linear prediction
-        in log lengths. The variance that they explain no longer raises the mean of a lognormal distribution."""
+        """Return the factor by which a group's finished members change the forecast for the others: the best linear
+        prediction in log lengths. The variance that they explain does not raise the mean of the lognormal distribution
+        any more."""
         finished = self._finished_members.get(group)
         correlation = self._correlation
         if finished is None or correlation <= 0.05:

@@ -21,19 +21,19 @@ RUNNING_BINS, KV_BINS, LENGTH_BINS = 32, 2, 4
 """Bins in which samples are averaged: by running requests, each of these by KV tokens, each of these by response
 length. Different lengths separate the time of decoding from a fixed delay per response."""
 MAX_DELAY_SHARE = 0.3
-"""Largest share of a response's time that may be delay of its messages; a fit with more is rejected."""
+"""Maximum share of message delays in a response's time; a fit with more is rejected."""
 MIN_FIXED_SHARE = 0.01
 """Minimum share of a decode step that does not depend on the KV cache."""
 MIN_WARM_SAMPLES = 64
-"""Samples after the first training step from which on earlier ones, sampled while processes warmed up, are left out."""
+"""Number of samples after the first training step at which earlier ones, from the warm-up, are left out."""
 
 
 class StepSample(NamedTuple):
     """Mean decode step of an instance during one response, or between two of its reports.
 
-    computed_tokens: tokens per step, including drafted ones. steps: number of decode steps; a step samples one token,
-    plus the accepted draft tokens. prefilled_tokens: tokens that the instance prefilled in the same time, including
-    this response's.
+    computed_tokens: tokens per step, including draft tokens. seconds: duration of all steps. steps: number of decode
+    steps; a step samples one token and the accepted draft tokens. prefilled_tokens: tokens that the instance prefilled
+    in the same time, including those of this response.
     """
 
     computed_tokens: float
@@ -68,7 +68,7 @@ class StepSamples:
         self._reports.append(sample)
 
     def end_warmup(self) -> None:
-        """Mark the responses so far as sampled while processes warmed up."""
+        """Mark all responses until now as part of the warm-up."""
         self._warmup_responses, self._responses = self._responses, []
         self._until_next = self._period = 1
 
@@ -137,13 +137,13 @@ def _fit_responses(rows: npt.NDArray[np.float64]) -> CostModelFit:
 def _average(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
     """Average samples in bins (see RUNNING_BINS); too few bins: one point per sample. rows: [N, 5] samples."""
     running = np.maximum(1, np.rint(rows[:, 0])).astype(int)
-    levels = [running == n for n in np.unique(running)]
-    if len(levels) > RUNNING_BINS:
-        levels = [np.isin(np.arange(len(rows)), part) for part in np.array_split(np.argsort(running), RUNNING_BINS)]
+    masks = [running == n for n in np.unique(running)]
+    if len(masks) > RUNNING_BINS:
+        masks = [np.isin(np.arange(len(rows)), part) for part in np.array_split(np.argsort(running), RUNNING_BINS)]
     points = []
-    for level in levels:
-        level_rows = rows[level]
-        for part in np.array_split(level_rows[np.argsort(level_rows[:, 1], kind="stable")], KV_BINS):
+    for mask in masks:
+        load_rows = rows[mask]
+        for part in np.array_split(load_rows[np.argsort(load_rows[:, 1], kind="stable")], KV_BINS):
             by_length = part[np.argsort(part[:, 3], kind="stable")]
             points += [_mean_point(bin_rows) for bin_rows in np.array_split(by_length, LENGTH_BINS) if len(bin_rows)]
     return points if len(points) >= MIN_POINTS else [_mean_point(row[None]) for row in rows]

@@ -1,5 +1,5 @@
-"""Builds the records that a run commits to its store, one for each step, for each refusal of weights, and for its end;
-and looks for signs of training that goes wrong in them.
+"""Builds the records that a run commits to its store, for each step, each refusal of weights and its end, and raises
+alarms if their metrics show that training fails.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ class StepRecords:
         self._alarms = alarms
         self._training_alarms = TrainingAlarms()
         self.weight_inputs: dict[str, str] = {}
-        """Fingerprints of what the weights are computed from, since this start of the run."""
+        """Fingerprints of the inputs of the weights in this start of the run."""
         self._stored_inputs: dict[str, str] = {}
         """The latest inputs that a step's record contains."""
 
-    def make_step_record(self, published: PublishedStep) -> StepRecord:
-        """Build the record of a finished step, with the ledger as it is now. Adds metrics to the step's."""
-        metrics = published.metrics
+    def make_step_record(self, published_step: PublishedStep) -> StepRecord:
+        """Build the record of a finished step, with the current ledger. Adds metrics to those of the step."""
+        metrics = published_step.metrics
         metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
         metrics["probe_limit"] = self._actors.verification.drift_limit
         if (mixture := self._coordinator.mixture) is not None:
             metrics.update(mixture.take_metrics())
-        for alarm in self._training_alarms.observe(published.version - 1, metrics):
+        for alarm in self._training_alarms.observe(published_step.version - 1, metrics):
             self._alarms.append(alarm)
             logger.error(alarm)
-        inputs = {**self.weight_inputs, "numerics": published.numerics}
+        inputs = {**self.weight_inputs, "numerics": published_step.numerics}
         record = StepRecord(
             kind="step",
-            step=published.version - 1,
+            step=published_step.version - 1,
             ledger=self._ledger_state(),
             metrics=metrics,
-            weight_fingerprint=published.fingerprint,
+            weight_fingerprint=published_step.fingerprint,
             weight_checks=self._actors.verification.take_checks(),
             inputs=inputs if inputs != self._stored_inputs else {},
         )
@@ -85,8 +85,8 @@ class StepRecords:
 
 
 MIN_ESS = 0.3
-"""Effective sample size, as a share of the tokens, below which a step counts as collapsed. Were log ratios normal,
-their standard deviation would be 1.1 there, and a token in twenty would weigh over three times as much as the mean."""
+"""Effective sample size, as a share of the tokens, below which an alarm is raised. If log ratios were normal, their
+standard deviation would be 1.1, and one in twenty tokens would have more than three times the mean weight."""
 AVERAGED_STEPS = 3
 """Number of steps over which the effective sample size is averaged, since one token with a wrong logprob can change
 that of a single step."""
@@ -95,7 +95,8 @@ MIN_STANDARD_ERRORS = 2.0
 
 
 def lowest_average(values: Sequence[float]) -> float | None:
-    """Lowest mean of AVERAGED_STEPS consecutive values, or of all if there are fewer; None without any.
+    """Return the lowest mean of AVERAGED_STEPS consecutive values, or of all if there are fewer; None if there are
+    none.
 
     >>> lowest_average([0.9, 0.0, 0.9, 0.9])
     0.6
@@ -117,7 +118,7 @@ class TrainingAlarms:
         self._raised_kinds: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Alarms of a finished training step, each a line with value, limit and remedy."""
+        """Return the alarms of a finished training step, each a line with value, limit and remedy."""
         self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
         values, errors = zip(*self._latest, strict=True)
         ess, error = sum(values) / AVERAGED_STEPS, math.hypot(*errors) / AVERAGED_STEPS
@@ -137,7 +138,7 @@ class TrainingAlarms:
         return alarms
 
     def _raise_once(self, kind: str) -> bool:
-        """Whether this kind of alarm has not been raised before; marks it as raised."""
+        """Mark a kind of alarm as raised. Returns whether it was not raised before."""
         is_new = kind not in self._raised_kinds
         self._raised_kinds.add(kind)
         return is_new

@@ -1,8 +1,8 @@
 """Throughput of a simulated run, and the lower bound on its step time. Pure.
 
-The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, spread over
-all instances at their rate when as full as cache, concurrency and staleness bound allow; and, when nothing is dropped,
-its longest response on an instance of its own, divided by the eta + 1 intervals it may take, as its rule admits work.
+The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, divided over
+all instances that are as full as cache, concurrency and staleness bound allow; and, if no work is dropped, its longest
+response alone on an instance, divided by the eta + 1 intervals between steps that it may take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from staleflow.tasks.emulation.batch_simulator import WorkTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeBound:
-    """Lower bound on the seconds of a step, by cause. running: trajectories per instance for which work_s is computed.
+    """Lower bound on the seconds of a step, by cause. running: number of trajectories per instance in work_s.
     intervals: number of intervals between steps that a response may take."""
 
     train_s: float
@@ -51,7 +51,7 @@ class SimulationStats:
     tokens_per_s: float
     """See stores/metrics.py."""
     steady_tokens_per_s: float
-    """The same in the steady part: what longer runs come to, and what variants are compared by."""
+    """The same in the steady part, which approximates longer runs, and by which variants are compared."""
     bound: StepTimeBound
     trainer_idle: float
     rollout_idle: float
@@ -64,9 +64,9 @@ class SimulationStats:
     wasted_tokens: int
     reprefilled_tokens: int
     cached_tokens: int
-    """Tokens of later turns' contexts that were still in an instance's cache."""
+    """Context tokens of later turns that were still cached on an instance."""
     max_kept_tokens: int
-    """Most KV tokens that an instance held for turns to come."""
+    """Maximum KV tokens that an instance had cached for later turns."""
     sampled_tokens: int
     preemptions: int
     commands: dict[str, int]
@@ -75,7 +75,7 @@ class SimulationStats:
     losses: int
     finished_s: float
     diagnosis: Diagnosis | None
-    """What limits the job; None without steps."""
+    """Diagnosis of what limits the job; None without steps."""
 
     @property
     def share_of_bound(self) -> float:
@@ -89,15 +89,15 @@ class SimulationStats:
 
 def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
     """Compute the statistics of the steady part of a run; see `find_steady_steps`."""
-    eta = min(max_versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
+    eta = min(max_versions_behind(config), config.staleness.eta)
     first, last = find_steady_steps(len(trace.steps), eta)
     window = trace.steps[first + 1 : last + 1] or trace.steps
     begin_s = trace.steps[first].finished_s if last > first else 0.0
     span_s = max(window[-1].finished_s - begin_s, 1e-12)
-    work = [i.work for i in trace.instances]
+    totals = [i.work for i in trace.instances]
     alive_s = sum((trace.finished_s if i.lost_s is None else i.lost_s) - i.joined_s for i in trace.instances) or 1e-12
-    sampled = sum(w.tokens for w in work)
-    busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in work)
+    sampled_tokens = sum(w.tokens for w in totals)
+    busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in totals)
     staleness: Counter[int] = Counter()
     for step in trace.steps:
         staleness.update(step.staleness)
@@ -109,17 +109,17 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         bound=bound_of(config, window),
         trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
         rollout_idle=max(0.0, 1 - busy_s / alive_s),
-        prefill_share=sum(w.prefill_s for w in work) / alive_s,
-        pull_share=sum(w.pull_s for w in work) / alive_s,
+        prefill_share=sum(w.prefill_s for w in totals) / alive_s,
+        pull_share=sum(w.pull_s for w in totals) / alive_s,
         staleness=dict(sorted(staleness.items())),
         bound_kept=max(staleness, default=0) <= config.staleness.eta,
         ended=trace.ended,
-        wasted_tokens=max(0, sampled - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
-        reprefilled_tokens=sum(w.reprefilled for w in work),
-        cached_tokens=sum(w.cached for w in work),
+        wasted_tokens=max(0, sampled_tokens - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
+        reprefilled_tokens=sum(w.reprefilled for w in totals),
+        cached_tokens=sum(w.cached for w in totals),
         max_kept_tokens=max((i.max_kept_tokens for i in trace.instances), default=0),
-        sampled_tokens=sampled,
-        preemptions=sum(w.preemptions for w in work),
+        sampled_tokens=sampled_tokens,
+        preemptions=sum(w.preemptions for w in totals),
         commands=trace.commands,
         num_events=trace.num_events,
         refusals=trace.refusals,
@@ -143,7 +143,7 @@ def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
 
 
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
-    """Mean lower bound on the time of these steps."""
+    """Compute the mean lower bound on the time of training steps."""
     cost, engine, count = config.rollout.cost, config.rollout.engine, len(steps)
     instances = config.rollout.instances
     tokens = sum(s.tokens for s in steps)
@@ -165,45 +165,45 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     )
 
 
-def explanation(config: RunConfig, m: SimulationStats) -> list[str]:
-    """Lines that explain the time of a step."""
-    b = m.bound
-    lines = [m.diagnosis.line] if m.diagnosis is not None else []
+def explanation(config: RunConfig, stats: SimulationStats) -> list[str]:
+    """Explain the time of a step in lines of text."""
+    bound = stats.bound
+    lines = [stats.diagnosis.line] if stats.diagnosis is not None else []
     lines += [
-        f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s "
-        f"({m.share_of_bound:.0%} of it is reached)",
-        f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
-        f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"
-        + _mark(b, b.work_s),
-        f"  {b.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {m.bound.intervals}"
-        + (_mark(b, b.longest_s) if b.longest_s else "  (does not apply: long responses need not finish in time)"),
+        f"a step takes {stats.step_s:.1f} s; the lower bound is {bound.step_s:.1f} s "
+        f"({stats.share_of_bound:.0%} of it is reached)",
+        f"  {bound.train_s:8.1f} s  training" + _mark(bound, bound.train_s),
+        f"  {bound.work_s:8.1f} s  decode and prefill work of a batch, {bound.running} trajectories per instance"
+        + _mark(bound, bound.work_s),
+        f"  {bound.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {bound.intervals}"
+        + (_mark(bound, bound.longest_s) if bound.longest_s else "  (does not apply: long responses may be dropped)"),
         "time of an instance:",
     ]
-    decode = 1 - m.rollout_idle - m.prefill_share - m.pull_share
-    again = m.reprefilled_tokens / max(1, m.reprefilled_tokens + m.sampled_tokens)
+    decode = 1 - stats.rollout_idle - stats.prefill_share - stats.pull_share
+    recomputed_share = stats.reprefilled_tokens / max(1, stats.reprefilled_tokens + stats.sampled_tokens)
     lines += [
         f"  {decode:8.1%}  decoding",
-        f"  {m.prefill_share:8.1%}  prefill ({m.reprefilled_tokens / 1e6:.1f} M tokens were computed a second time, "
-        f"{again:.0%} of these and the sampled tokens)",
-        f"  {m.pull_share:8.1%}  loading weights",
-        f"  {m.rollout_idle:8.1%}  idle",
-        f"the trainer waited {m.trainer_idle:.1%} of the time",
+        f"  {stats.prefill_share:8.1%}  prefill ({stats.reprefilled_tokens / 1e6:.1f} M tokens were prefilled again, "
+        f"{recomputed_share:.0%} of these and the sampled tokens)",
+        f"  {stats.pull_share:8.1%}  loading weights",
+        f"  {stats.rollout_idle:8.1%}  idle",
+        f"the trainer waited {stats.trainer_idle:.1%} of the time",
     ]
-    if m.cached_tokens:
-        share = m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens)
+    if stats.cached_tokens:
+        share = stats.cached_tokens / (stats.cached_tokens + stats.reprefilled_tokens)
         lines.append(
-            f"{m.cached_tokens / 1e6:.1f} M tokens of later turns' contexts were still cached, {share:.0%} of what had "
-            f"been computed before; an instance held {m.max_kept_tokens:,} at most"
+            f"{stats.cached_tokens / 1e6:.1f} M context tokens of later turns were still cached, {share:.0%} of those "
+            f"computed before; an instance had at most {stats.max_kept_tokens:,} cached"
         )
-    if m.wasted_tokens:
-        lines.append(f"{m.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
-    for reason, count in sorted(m.refusals.items(), key=lambda item: -item[1]):
+    if stats.wasted_tokens:
+        lines.append(f"{stats.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
+    for reason, count in sorted(stats.refusals.items(), key=lambda item: -item[1]):
         lines.append(f"  {count:8}  times routing declined: {reason}")
     return lines
 
 
 def _mark(bound: StepTimeBound, seconds: float) -> str:
-    return "  <- the roofline" if seconds == bound.step_s else ""
+    return "  <- the bound" if seconds == bound.step_s else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,26 +216,26 @@ class TrainedStep:
     tokens: int
     """Sampled tokens of its batch."""
     prefilled: int
-    """Least number of tokens its batch had to prefill: prompts and tool answers."""
+    """Minimum number of tokens to prefill for its batch: prompts and tool results."""
     context_tokens: float
     """Sum over its sampled tokens of the KV tokens in context when each was sampled."""
     longest_tokens: int
     longest_s: float
-    """Seconds its longest response takes on an instance of its own, tool calls included."""
+    """Seconds of its longest response alone on an instance, including tool calls."""
     staleness: dict[int, int]
     """Number of trajectories by v_train - v_traj."""
 
 
 @dataclass(slots=True)
 class InstanceTrace:
-    """One instance."""
+    """The record of one simulated instance."""
 
     name: str
     joined_s: float
     lost_s: float | None = None
     work: WorkTotals = field(default_factory=WorkTotals)
     max_kept_tokens: int = 0
-    """Most KV tokens held for turns to come, at any tick."""
+    """Maximum KV tokens cached for later turns, over all ticks."""
 
 
 @dataclass(slots=True)
@@ -252,8 +252,8 @@ class Trace:
     losses: int = 0
     finished_s: float = 0.0
     evaluations: list[tuple[int, float, bool]] = field(default_factory=list)
-    """(version, second of its end, whether it was abandoned)."""
+    """Evaluations as (version, time of the end in seconds, whether it was abandoned)."""
     evaluated_tokens: int = 0
     """Tokens sampled for evaluations."""
     step_times: list[StepTimes] = field(default_factory=list)
-    """Where the time of each step went."""
+    """Time breakdown of each step."""

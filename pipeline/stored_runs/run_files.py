@@ -24,14 +24,14 @@ EARLIER_JOB = re.compile(r"config\.([1-9][0-9]{0,8})\.toml")
 """The job file of an earlier start, with its number."""
 NOT_COVERED = {
     "`staleflow replay` checks them": ("events*",),
-    "it has only what is not committed": ("spool",),
+    "it has only uncommitted work": ("spool",),
     "no weights are computed from them": (
         "evaluations*", "job.json", "job.log", "job.txt", "rows.jsonl", "starts.json", "summary.*", "tensorboard", ".*",
     ),
 }  # fmt: skip
 """Names of files that are not covered, by the reason."""
 COVERED = ("config*.toml", "fingerprints.json", "code", "store", "checkpoints", "resume")
-"""Names of all other files: all or some of each are covered."""
+"""Patterns of all other files, which are covered at least in part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class TrainedStart:
     steps: range
     inputs: dict[str, str]
     job: RunConfig | None
-    """None if they cannot be repeated, for the reason `problem`."""
+    """The start's job; None if its steps cannot be repeated, for the reason `problem`."""
     problem: str
 
     def input(self, name: str) -> str:
@@ -50,7 +50,7 @@ class TrainedStart:
 
 
 def hash_job_files(run_dir: Path) -> dict[str, str]:
-    """Hashes of the job files of the run's starts, oldest first, by name."""
+    """Compute the hashes of the job files of the run's starts, by name, oldest first."""
     earlier_files = {int(match[1]): path for path in run_dir.iterdir() if (match := EARLIER_JOB.fullmatch(path.name))}
     paths = [*(earlier_files[number] for number in sorted(earlier_files)), run_dir / "config.toml"]
     return {path.name: start_inputs.settings_hash(path) for path in paths if path.is_file()}
@@ -75,13 +75,13 @@ def _compare_jobs(
     jobs = hash_job_files(run_dir)
     names, position = list(jobs), 0
     for settings in (start.input("settings") for start in starts):
-        positions = [number for number, name in enumerate(names) if jobs[name] == settings]
+        positions = [index for index, name in enumerate(names) if jobs[name] == settings]
         if positions and positions[-1] < position:
             contradictions[names[positions[-1]]] = (
                 "it is in the wrong position: job files are numbered as the starts of the run"
             )
             break
-        position = next((number for number in positions if number >= position), position)
+        position = next((index for index in positions if index >= position), position)
     recorded = {start.input("settings") for start in starts}
     for name in (name for name, settings in jobs.items() if settings not in recorded):
         if recorded - {*jobs.values()}:
@@ -93,12 +93,12 @@ def _compare_jobs(
 def _compare_code(
     run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
 ) -> None:
-    code, newest = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
-    if newest and not code:
+    code_hash, recorded_hash = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
+    if recorded_hash and not code_hash:
         missing.append("code: the user code of the run is not in its folder")
-    elif newest not in (code, start_inputs.user_code_hash(run_dir, branches=False)):
+    elif recorded_hash not in (code_hash, start_inputs.user_code_hash(run_dir, branches=False)):
         contradictions["code"] = "it is not the user code that the run used"
-    if other_steps := [step for start in starts if start.input("user_code") != newest for step in start.steps]:
+    if other_steps := [step for start in starts if start.input("user_code") != recorded_hash for step in start.steps]:
         missing.append(f"the user code of {format_steps(other_steps)}: only that of the last start is kept")
 
 
@@ -120,11 +120,16 @@ def _compare_fingerprints(
 
 
 def list_uncovered_files(run_dir: Path, checkpoint: Path | None, repeated_points: Container[int]) -> Iterator[str]:
-    """Files of the run's folder that are not verified, one line per reason. checkpoint: the one that is compared.
-    repeated_points: versions of the resume points from which steps are repeated."""
+    """Yield the files of the run's folder that are not verified, one line per reason.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint: The checkpoint that is compared; None if there is none.
+        repeated_points: Versions of the resume points from which steps are repeated.
+    """
     names = sorted(path.name for path in run_dir.iterdir())
-    known = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
-    unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known))
+    known_patterns = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
+    unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known_patterns))
     for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown)):
         if matching := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
             yield f"{', '.join(matching)}: {reason}"

@@ -17,11 +17,11 @@ class WeightCounts:
     """Counts of verified, unverified and contradicted pulls of a run, and of the compared parts of weights."""
 
     verified: int = 0
-    """Pulls after which every part of the instance's weights was what was published, bit for bit."""
+    """Pulls after which every part of the instance's weights was equal to the published one, bit for bit."""
     not_verified: int = 0
     """Pulls after which some part, or all, could not be compared."""
     contradicted: int = 0
-    """Pulls after which the instance was taken out of service: a part differed, or its logprobs."""
+    """Pulls after which the instance was taken out of service, because a part or its logprobs differed."""
     parts_verified: int = 0
     parts_not_verified: int = 0
     parts_contradicted: int = 0
@@ -30,7 +30,7 @@ class WeightCounts:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The counts as two lines of text.
+        """The counts as lines of text.
 
         >>> WeightCounts(verified=8, parts_verified=96).lines
         ('weights of instances: 8 pulls verified, 0 not verified, 0 contradicted',
@@ -54,13 +54,13 @@ class Refusal:
     instance: str
     version: int
     accepted_from: int | None
-    """Number of the first row that may have such tokens nonetheless, as an instance of that name held the version in
-    another start of the run; None: no row may."""
+    """Number of the first row that may have such tokens, because an instance of that name had the correct weights in
+    another start of the run; None: no row may have them."""
 
-    def num_tokens(self, number: int, spans: Iterable[tuple[str, int, int]]) -> int:
-        """Number of tokens that the instance sampled at that version. spans: (instance, version, number of tokens) of a
-        row."""
-        if self.accepted_from is not None and number >= self.accepted_from:
+    def num_tokens(self, row_number: int, spans: Iterable[tuple[str, int, int]]) -> int:
+        """Count the tokens of a row that the instance sampled at that version. spans: (instance, version, number of
+        tokens) of the row."""
+        if self.accepted_from is not None and row_number >= self.accepted_from:
             return 0
         return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
 
@@ -85,30 +85,30 @@ def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
 
 
 def refused_tokens(
-    where: str, number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
+    where: str, row_number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
 ) -> Iterator[Finding]:
     """Report tokens of a row that were sampled by instances out of service.
 
     Args:
-        where: Names the row.
-        number: The row's number in the store.
+        where: Name of the row, for the findings.
+        row_number: Number of the row in the store.
         spans: Instance, version and number of tokens of each span.
         refused: Instances that were taken out of service.
     """
     for refusal in refused:
-        if count := refusal.num_tokens(number, spans):
+        if count := refusal.num_tokens(row_number, spans):
             sampler = f"{refusal.instance} at version {refusal.version}"
             message = f"{count} tokens of {sampler}, at which it was taken out of service"
             yield Finding(check=CHECK, where=where, message=message)
 
 
 def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
-    """Count the outcomes of pulls in a run's records. published: fingerprint of each version that a step has stored."""
+    """Count the outcomes of pulls in a run's records. published: stored fingerprints by version."""
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
     for record in records:
         for check in record.weight_checks:
-            known = published.get(check.version, check.fingerprint)
-            outcome = check.outcome if check.fingerprint == known else "contradicted"
+            expected = published.get(check.version, check.fingerprint)
+            outcome = check.outcome if check.fingerprint == expected else "contradicted"
             pulls[outcome] += 1
             parts["verified"] += check.weights.verified
             parts["contradicted"] += check.weights.contradicted
@@ -125,11 +125,12 @@ def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) 
 
 
 def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
-    """Report instances whose weights differed from the published ones, from one record."""
+    """Report the instances in a record whose weights differed from the published ones."""
     where = f"{record.kind} {record.step}"
     for check in record.weight_checks:
         expected = published.get(check.version, check.fingerprint)
         if check.outcome == "contradicted" or check.fingerprint != expected:
             why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
-            out = "was taken out of service" if check.refused else "was wrong and served on"
-            yield Finding(check=CHECK, where=where, message=f"{check.instance} {out} at version {check.version}: {why}")
+            event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
+            message = f"{check.instance} {event} at version {check.version}: {why}"
+            yield Finding(check=CHECK, where=where, message=message)

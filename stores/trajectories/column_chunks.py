@@ -42,15 +42,15 @@ class _ChunkedArray:
 
     async def read(self, start: int, stop: int) -> Array:
         """Read the rows at start <= position < stop."""
-        numbers = range(start // self.chunk_length, -(-stop // self.chunk_length))
-        chunks = await asyncio.gather(*(self._chunk(number) for number in numbers))
-        chunk_start = numbers.start * self.chunk_length
+        indices = range(start // self.chunk_length, -(-stop // self.chunk_length))
+        chunks = await asyncio.gather(*(self._chunk(index) for index in indices))
+        chunk_start = indices.start * self.chunk_length
         return np.concatenate([self._fill_rows(0), *chunks])[start - chunk_start : stop - chunk_start]
 
     async def append(self, values: Array) -> None:
         old_length = self.length
-        number, tail_size = divmod(old_length, self.chunk_length)
-        tail = (await self._chunk(number))[:tail_size] if tail_size else self._fill_rows(0)
+        chunk_index, tail_size = divmod(old_length, self.chunk_length)
+        tail = (await self._chunk(chunk_index))[:tail_size] if tail_size else self._fill_rows(0)
         joined = np.concatenate([tail, values.astype(self._dtype, copy=False)])
         self.metadata["shape"][0] = old_length + len(values)
         await self._write("zarr.json", json.dumps(self.metadata).encode())
@@ -58,10 +58,10 @@ class _ChunkedArray:
             chunk_values = joined[i * self.chunk_length : (i + 1) * self.chunk_length]
             if (chunk_values != self._fill).any():  # chunks with only the fill value are not stored
                 chunk = np.concatenate([chunk_values, self._fill_rows(self.chunk_length - len(chunk_values))])
-                await self._write(self._key(number + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
+                await self._write(self._key(chunk_index + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 
-    async def _chunk(self, number: int) -> Array:
-        encoded = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
+    async def _chunk(self, index: int) -> Array:
+        encoded = await self._store.get(f"{self._name}/{self._key(index)}", self._prototype)
         if encoded is None:
             return self._fill_rows(self.chunk_length)
         return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.chunk_length, *self._row_shape)
@@ -72,15 +72,15 @@ class _ChunkedArray:
     def _fill_rows(self, count: int) -> Array:
         return np.full((count, *self._row_shape), self._fill, self._dtype)
 
-    def _key(self, number: int) -> str:
-        return "/".join(["c", str(number), *("0" for _ in self._row_shape)])
+    def _key(self, index: int) -> str:
+        return "/".join(["c", str(index), *("0" for _ in self._row_shape)])
 
 
 def append_all(store: Any, values: Mapping[str, Array]) -> None:
     """Append to arrays that are compressed with CODEC and chunked along their first dimension only.
 
     Args:
-        store: Of an Icechunk session that may be written.
+        store: Store of a writable Icechunk session.
         values: New rows by array name.
     """
 
@@ -90,7 +90,7 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
         await chunks.append(new_values)
 
     async def append_each() -> None:
-        await asyncio.gather(*(append(name, more) for name, more in values.items()))
+        await asyncio.gather(*(append(name, new_values) for name, new_values in values.items()))
 
     sync(append_each())
 

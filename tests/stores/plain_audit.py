@@ -269,6 +269,6 @@ def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
             wrong = check.weights.contradicted > 0 or check.fingerprint != expected
             if check.refused or wrong:
                 why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
-                out = "was taken out of service" if check.refused else "was wrong and served on"
+                out = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
                 message = f"{check.instance} {out} at version {check.version}: {why}"
                 yield Finding(check="fingerprints", where=where, message=message)

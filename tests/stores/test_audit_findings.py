@@ -465,7 +465,7 @@ FAULTS = (
     ),
     Fault(
         name="instance_with_other_weights", check="fingerprints", where="step 2",
-        message="a was wrong and served on at version 1: it had w9, w1 was published; 1 parts verified.*",
+        message="a had wrong weights and kept sampling at version 1: it had w9, w1 was published; 1 parts verified.*",
         record=of_record(2, lambda record: replace(record, weight_checks=(weight_check("w9"),))),
     ),
 )  # fmt: skip
