@@ -23,7 +23,7 @@ COMMANDS = {
     "jobs": ("staleflow.cli.cluster_jobs:list_jobs", "list the jobs of a cluster"),
     "status": ("staleflow.cli.cluster_jobs:status", "show a job's progress and what it waits for"),
     "logs": ("staleflow.cli.cluster_jobs:logs", "print a job's log"),
-    "retire": ("staleflow.cli.cluster_jobs:retire", "have a job give up one of its workers, losing nothing"),
+    "retire": ("staleflow.cli.cluster_jobs:retire", "make a job release one of its workers, without losing work"),
     "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
     "train-offline": ("staleflow.cli.train_offline:train_offline", "train on stored trajectories, without rollout"),
     "unlearn": ("staleflow.cli.train_offline:unlearn", "repeat a run's training without some trajectories"),
@@ -42,10 +42,10 @@ COMMANDS = {
     "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("staleflow.cli.doctor", "check what works on this machine"),
 }
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
-"""Errors of an output that takes no more."""
-UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors of a path that this user cannot use, or that can be none."""
+OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Error numbers of an output that cannot be written any more."""
+PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+"""Error numbers of a path that is invalid, or that this user cannot use."""
 
 
 @click.group(cls=LazyGroup, commands_at=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -73,7 +73,7 @@ def main() -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for what a terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     try:
         with ctrl_c():
             code = cli(prog_name="staleflow", standalone_mode=False)
@@ -87,10 +87,10 @@ def main() -> None:
     except (click.UsageError, StaleflowError) as error:
         fail(*format_error(error))
     except OSError as error:
-        if error.errno in UNREADABLE and error.filename:
+        if error.errno in PATH_ERRNOS and error.filename:
             name = os.fsdecode(error.filename)[:200]
             fail(f"{name}: cannot be used: {error.strerror}; check the path and its permissions", 2)
-        if error.errno not in UNWRITABLE:
+        if error.errno not in OUTPUT_ERRNOS:
             raise
         discard_output()
         fail(f"the output cannot be written: {error.strerror}", 1)
@@ -103,8 +103,8 @@ def format_error(error: Exception) -> tuple[str, int, str]:
     from staleflow.stores.errors import ConfigError, ProtocolViolation
 
     if isinstance(error, click.UsageError):
-        where = error.ctx.command_path if error.ctx else "staleflow"
-        return f"{' '.join(error.format_message().split()).rstrip('.')}; see {where} -h", 2, where
+        command = error.ctx.command_path if error.ctx else "staleflow"
+        return f"{' '.join(error.format_message().split()).rstrip('.')}; see {command} -h", 2, command
     bug = "a bug in staleflow, please report it: " if isinstance(error, ProtocolViolation) else ""
     return f"{bug}{error}", 2 if isinstance(error, ConfigError) else 1, "staleflow"
 

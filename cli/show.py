@@ -67,15 +67,15 @@ def command(
         orders = {"worst": 3}
     if len(orders) + (trajectory is not None) > 1:
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest")
-    stored = open_run(run, branch=branch, at_step=at_step)
+    stored_run = open_run(run, branch=branch, at_step=at_step)
     if orders or trajectory is not None:
         ids = [] if trajectory is None else [trajectory]
         for order, count in orders.items():
-            ids = stored.sorted_ids(order, count, selection, step=at_step)
-        show_trajectories(stored, ids, model, as_json)
+            ids = stored_run.sorted_ids(order, count, selection, step=at_step)
+        show_trajectories(stored_run, ids, model, as_json)
     elif at_step is None:
-        show_steps(stored, as_json)
-    elif not show_batch(stored.batch(at_step), as_json):
+        show_steps(stored_run, as_json)
+    elif not show_batch(stored_run.batch(at_step), as_json):
         sys.exit(1)
 
 
@@ -109,18 +109,20 @@ def show_steps(run: Run, as_json: bool) -> None:
     if derived_branches := run.branches[1:]:
         click.echo(f"other branches: {', '.join(derived_branches)}")
     for commit in commits:
-        m = commit.metrics
+        metrics = commit.metrics
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
         if commit.kind == "step":
             reward_parts = {
-                name.removeprefix(REWARD_PART_PREFIX): m[name] for name in m if name.startswith(REWARD_PART_PREFIX)
+                name.removeprefix(REWARD_PART_PREFIX): metrics[name]
+                for name in metrics
+                if name.startswith(REWARD_PART_PREFIX)
             }
             parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in reward_parts.items())
-            turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
+            turns = f"turns {metrics['turns_mean']:.1f}  " if metrics.get("given_tokens") else ""
             figures = (
-                f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
-                f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
+                f"reward {metrics['reward']:.3f}  {parts}length {metrics['response_mean']:.1f}  {turns}"
+                f"staleness {metrics['staleness_mean']:.2f}  loss {metrics['loss']:+.4f}  "
             )
         click.echo(f"{commit.kind:<4} {commit.step:>4}  {figures}{ended}, {commit.ledger.num_live} in flight")
 
@@ -163,7 +165,7 @@ def _summary(trajectory: StoredTrajectory) -> dict[str, Any]:
 
 
 def print_trajectory(view: TrajectoryView) -> None:
-    """Print facts on one line, then prompt and response, then the legend of the colours."""
+    """Print a trajectory: its facts on one line, prompt, response, and the legend of the colours."""
     from rich.console import Console
     from rich.text import Text
 
@@ -179,7 +181,7 @@ def print_trajectory(view: TrajectoryView) -> None:
     if len(view.message_spans) <= 1:
         console.print(Text.assemble(("response ", "dim"), colour_tokens(view)), soft_wrap=True)
     for span in view.message_spans if len(view.message_spans) > 1 else ():
-        console.print(speaker(span), soft_wrap=True)
+        console.print(speaker_line(span), soft_wrap=True)
         console.print(colour_tokens(view, span.start, span.stop), soft_wrap=True)
     console.print(colour_legend(view), soft_wrap=True)
     console.print()
@@ -189,7 +191,7 @@ def _short(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def speaker(span: MessageSpan) -> Text:
+def speaker_line(span: MessageSpan) -> Text:
     """Name the speaker of a message span, and the seconds that an environment took for it."""
     from rich.text import Text
 
@@ -209,20 +211,20 @@ def colour_tokens(view: TrajectoryView, start: int = 0, stop: int | None = None)
         elif token.ratio is None:
             style = VERSION_STYLES[versions.index(token.version) % len(VERSION_STYLES)]
         else:
-            style = next(style for below, style in RATIO_STYLES if token.ratio < below or below == float("inf"))
+            style = next(style for limit, style in RATIO_STYLES if token.ratio < limit or limit == float("inf"))
         text.append(printable(token.text), style=style)
     return text
 
 
 def colour_legend(view: TrajectoryView) -> Text:
-    """The meaning of the colours, and the instances that sampled each version."""
+    """Describe the colours, and the instances that sampled each version."""
     from rich.text import Text
 
     text = Text("         ", style="dim")
     if any(token.ratio is not None for token in view.tokens):
         text.append("importance ratio: ")
-        for below, style in RATIO_STYLES:
-            text.append(f"< {below:g} " if below != float("inf") else ">= 2 ", style=style)
+        for limit, style in RATIO_STYLES:
+            text.append(f"< {limit:g} " if limit != float("inf") else ">= 2 ", style=style)
         return text
     for i, version in enumerate(_versions(view)):
         instances = ", ".join(dict.fromkeys(t.instance for t in view.tokens if t.version == version))
@@ -233,5 +235,5 @@ def colour_legend(view: TrajectoryView) -> Text:
 
 
 def _versions(view: TrajectoryView) -> list[int]:
-    """The versions that sampled tokens, oldest first."""
+    """Return the versions that sampled tokens, oldest first."""
     return sorted({t.version for t in view.tokens if t.version >= 0})

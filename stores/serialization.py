@@ -34,8 +34,8 @@ T = TypeVar("T")
 Plain = Any
 """None, bool, int, float, str, and lists and dicts of them."""
 TAG = "type"
-SMALL = 2**64
-"""Whole numbers are below: msgpack has no larger ones."""
+INT_LIMIT = 2**64
+"""Limit of the absolute value of integers, because msgpack has no larger ones."""
 
 
 def parse_json(text: str | bytes) -> Plain:
@@ -63,113 +63,115 @@ class Codec:
     ) -> None:
         self._removed = {kind.__name__: names for kind, names in removed.items()}
         self._converter = converter = Converter()
-        for plain in (int, float, str, bool):
-            converter.register_structure_hook(plain, _exact(plain))
-        tuples = converter.get_structure_hook(tuple)
-        converter.register_structure_hook_func(_is_tuple, lambda value, kind: tuples(_require_list(value), kind))
-        converter.register_structure_hook_factory(dataclasses.is_dataclass, self._fields)
+        for builtin_type in (int, float, str, bool):
+            converter.register_structure_hook(builtin_type, _exact_decoder(builtin_type))
+        decode_tuple = converter.get_structure_hook(tuple)
+        converter.register_structure_hook_func(_is_tuple, lambda value, cls: decode_tuple(_require_list(value), cls))
+        converter.register_structure_hook_factory(dataclasses.is_dataclass, self._untagged_decoder)
         converter.register_structure_hook_factory(
-            lambda kind: isinstance(kind, UnionType) and {*get_args(kind)} <= {*tagged},
-            lambda union: self._by_tag(get_args(union)),
+            lambda cls: isinstance(cls, UnionType) and {*get_args(cls)} <= {*tagged},
+            lambda union: self._tagged_decoder(get_args(union)),
         )
         converter.register_unstructure_hook_factory(_is_dict, self._dict_encoder)
         converter.register_structure_hook_factory(_is_dict, self._dict_decoder)
         # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
-        converter.register_unstructure_hook_factory(lambda kind: kind in tagged, self._with_tag)
-        converter.register_structure_hook_factory(lambda kind: kind in tagged, lambda kind: self._by_tag((kind,)))
+        converter.register_unstructure_hook_factory(lambda cls: cls in tagged, self._tagged_encoder)
+        converter.register_structure_hook_factory(lambda cls: cls in tagged, lambda cls: self._tagged_decoder((cls,)))
         converter.register_unstructure_hook_factory(
-            lambda kind: kind in sparse, lambda kind: self._without(kind, sparse[kind])
+            lambda cls: cls in sparse, lambda cls: self._sparse_encoder(cls, sparse[cls])
         )
 
     def encode(self, value: Any) -> Plain:
         """Convert a dataclass to plain values."""
         return self._converter.unstructure(value)
 
-    def decode(self, value: Plain, kind: type[T]) -> T:
-        """Decode plain values. Raises ValueError, which names the first fault and its position."""
+    def decode(self, value: Plain, cls: type[T]) -> T:
+        """Decode plain values. Raises ValueError with the first error and the field that has it."""
         try:
-            return self._converter.structure(value, kind)
-        except Exception as error:  # cattrs groups what hooks and constructors raise
-            raise ValueError(_first(error)) from error
+            return self._converter.structure(value, cls)
+        except Exception as error:  # cattrs wraps the errors of hooks and constructors in groups
+            raise ValueError(_format_first_error(error)) from error
 
-    def _fields(self, kind: type[Any]) -> Callable[[Any, Any], Any]:
-        """Decoder of an untagged dataclass. Unknown fields are ignored: a later version wrote them. Fields with a
-        default may be missing: an earlier version did not have them."""
-        read = make_dict_structure_fn(kind, self._converter)
+    def _untagged_decoder(self, cls: type[Any]) -> Callable[[Any, Any], Any]:
+        """Make the decoder of an untagged dataclass. Unknown fields are ignored, because a later version wrote them.
+        Fields with a default may be missing, because an earlier version did not have them."""
+        decode_fields = make_dict_structure_fn(cls, self._converter)
 
         def structure(value: Any, _: Any) -> Any:
             _require_dict(value)
-            return read(value, kind)
+            return decode_fields(value, cls)
 
         return structure
 
-    def _without(self, kind: type[Any], names: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
-        """Encoder of a class that omits these fields while they have their default."""
+    def _sparse_encoder(self, cls: type[Any], names: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
+        """Make the encoder of a class that omits these fields while they have their default."""
         omitted: Any = {name: override(omit_if_default=True) for name in names}
-        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(kind, self._converter, **omitted)
+        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(cls, self._converter, **omitted)
         return encode
 
-    def _with_tag(self, kind: type[Any]) -> Callable[[Any], dict[str, Any]]:
-        fields = make_dict_unstructure_fn(kind, self._converter, _cattrs_omit_if_default=True)
-        name = kind.__name__
-        return lambda value: {TAG: name, **fields(value)}
+    def _tagged_encoder(self, cls: type[Any]) -> Callable[[Any], dict[str, Any]]:
+        encode_fields = make_dict_unstructure_fn(cls, self._converter, _cattrs_omit_if_default=True)
+        name = cls.__name__
+        return lambda value: {TAG: name, **encode_fields(value)}
 
-    def _by_tag(self, kinds: tuple[type[Any], ...]) -> Callable[[Any, Any], Any]:
-        """Decoder of tagged classes. Unknown fields are errors: a renamed one would silently take its default."""
-        known = {
-            kind.__name__: make_dict_structure_fn(kind, self._converter, _cattrs_forbid_extra_keys=True)
-            for kind in kinds
+    def _tagged_decoder(self, classes: tuple[type[Any], ...]) -> Callable[[Any, Any], Any]:
+        """Make the decoder of tagged classes. Unknown fields are errors, because a renamed field would silently get its
+        default."""
+        decoders = {
+            cls.__name__: make_dict_structure_fn(cls, self._converter, _cattrs_forbid_extra_keys=True)
+            for cls in classes
         }
 
-        def structure(value: Any, kind: Any) -> Any:
+        def structure(value: Any, cls: Any) -> Any:
             _require_dict(value)
             fields = dict(value)
-            read = known.get(tag := fields.pop(TAG, None))
+            decode_fields = decoders.get(tag := fields.pop(TAG, None))
             for name in self._removed.get(tag, ()):
                 fields.pop(name, None)
-            if read is None:
-                expected = f"; expected {' or '.join(known)}" if len(known) < 4 else ""
+            if decode_fields is None:
+                expected = f"; expected {' or '.join(decoders)}" if len(decoders) < 4 else ""
                 raise ValueError(f"unknown type {tag!r}{expected}")
-            return read(fields, kind)
+            return decode_fields(fields, cls)
 
         return structure
 
-    def _dict_encoder(self, kind: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
-        """Encoder of a dict with its keys as strings: JSON has no others."""
-        values = self._converter.get_unstructure_hook(get_args(kind)[1])
-        return lambda value: {str(k): values(v) for k, v in value.items()}
+    def _dict_encoder(self, cls: Any) -> Callable[[Mapping[Any, Any]], dict[str, Any]]:
+        """Make the encoder of a dict, with its keys as strings, because JSON has no others."""
+        encode_value = self._converter.get_unstructure_hook(get_args(cls)[1])
+        return lambda value: {str(k): encode_value(v) for k, v in value.items()}
 
-    def _dict_decoder(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
-        key, value_type = get_args(kind)
-        keys = _int_key if key is int else self._converter.get_structure_hook(key)
-        values = self._converter.get_structure_hook(value_type)
+    def _dict_decoder(self, cls: Any) -> Callable[[Any, Any], dict[Any, Any]]:
+        key, value_type = get_args(cls)
+        decode_key = _int_key if key is int else self._converter.get_structure_hook(key)
+        decode_value = self._converter.get_structure_hook(value_type)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
             _require_dict(value)
-            return {keys(k, key): values(v, value_type) for k, v in value.items()}
+            return {decode_key(k, key): decode_value(v, value_type) for k, v in value.items()}
 
         return structure
 
 
-def _is_dict(kind: Any) -> bool:
-    origin: Any = get_origin(kind)
+def _is_dict(cls: Any) -> bool:
+    origin: Any = get_origin(cls)
     return origin is dict
 
 
-def _is_tuple(kind: Any) -> bool:
-    origin: Any = get_origin(kind)
+def _is_tuple(cls: Any) -> bool:
+    origin: Any = get_origin(cls)
     return origin is tuple
 
 
 def _require_list(value: Any) -> Any:
-    """The value, a list or a tuple: strings and dicts can be iterated, too."""
+    """Return the value if it is a list or a tuple. Raises ValueError for others, such as strings, which can be
+    iterated, too."""
     if type(value) not in (list, tuple):
         raise ValueError(f"expected list, got {value!r}")
     return value
 
 
 def _int_key(key: Any, _: Any) -> int:
-    """Decode a key that is a number, as digits only: int() also takes "1_0" and " 10"."""
+    """Decode the digits of an integer key. int() would also accept "1_0" and " 10"."""
     if type(key) is not str or not re.fullmatch("-?[0-9]+", key):
         raise ValueError(f"expected int, got {key!r}")
     return int(key)
@@ -180,30 +182,30 @@ def _require_dict(value: Any) -> None:
         raise ValueError(f"expected dict, got {value!r}")
 
 
-def _exact(kind: type[Any]) -> Callable[[Any, Any], Any]:
-    """Decoder that accepts values of this type only; for a float also an int."""
-    takes = (int, float) if kind is float else (kind,)
+def _exact_decoder(cls: type[Any]) -> Callable[[Any, Any], Any]:
+    """Make a decoder that accepts only values of this type; for float also int."""
+    accepted_types = (int, float) if cls is float else (cls,)
 
     def structure(value: Any, _: Any) -> Any:
-        if type(value) not in takes:
-            raise ValueError(f"expected {kind.__name__}, got {value!r}")
-        if type(value) is int and not -SMALL <= value < SMALL:  # no float may hold it
+        if type(value) not in accepted_types:
+            raise ValueError(f"expected {cls.__name__}, got {value!r}")
+        if type(value) is int and not -INT_LIMIT <= value < INT_LIMIT:  # a float may not represent it exactly
             raise ValueError(f"a number of {len(str(abs(value)))} digits is out of range")
         return value
 
     return structure
 
 
-def _first(error: Exception) -> str:
-    """The first fault, in one line: "field.field: what"."""
+def _format_first_error(error: Exception) -> str:
+    """Format the first of an error's causes as one line: "field.field: message"."""
 
-    def described(error: BaseException, _: Any) -> str:
+    def describe(error: BaseException, _: Any) -> str:
         if isinstance(error, KeyError):
             return "missing"
         if isinstance(error, ForbiddenExtraKeysError):
             return f"unknown field {', '.join(sorted(map(repr, error.extra_fields)))}"
         return str(error) or type(error).__name__
 
-    message, _, where = transform_error(error, path="", format_exception=described)[0].rpartition(" @ ")
-    message, where = message.splitlines()[0], where.removeprefix(".")
-    return f"{where}: {message}" if where else message
+    message, _, path = transform_error(error, path="", format_exception=describe)[0].rpartition(" @ ")
+    message, path = message.splitlines()[0], path.removeprefix(".")
+    return f"{path}: {message}" if path else message

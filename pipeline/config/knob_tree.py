@@ -13,7 +13,16 @@ from datetime import date, time
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import NAME_PATTERN, PARAMETER, Knob, default_of, entry_type, keys_of, spec_of, values
+from staleflow.tasks.settings.knobs import (
+    NAME_PATTERN,
+    PARAMETER,
+    Knob,
+    default_of,
+    entry_type,
+    keys_of,
+    spec_of,
+    values,
+)
 from staleflow.tasks.settings.registry import Choice, RegistryEntry, UserCode
 
 
@@ -222,7 +231,11 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
         return _choice(spec)
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
     if entries := entry_type(hint):
-        return schema | {"type": "object", "propertyNames": {"pattern": NAME_PATTERN}, "additionalProperties": _table(entries)}
+        return schema | {
+            "type": "object",
+            "propertyNames": {"pattern": NAME_PATTERN},
+            "additionalProperties": _table(entries),
+        }
     kind = TYPES[typing.get_origin(hint) or hint]
     if kind == "array":
         item = TYPES[typing.get_args(hint)[0]]

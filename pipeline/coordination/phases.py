@@ -8,7 +8,7 @@
 
 With an environment a trajectory is IN_ENVIRONMENT after each turn, the last one included; without, it is SCORING once.
 DISCARDED leads to ENDED from every other phase. `NEXT_PHASE` has all transitions; any other is a bug, and raises. Late
-events are no bugs: the coordinator recognises them by their route number and ignores them before it looks here.
+events are not bugs: the coordinator recognizes them by their route number and ignores them before it uses this table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Phase(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     IN_ENVIRONMENT = "acting"
-    """Its environment takes a step with its latest turn."""
+    """Its environment executes a step with its latest turn."""
     SCORING = "scoring"
     DONE = "done"
     """Scored; waits for the rest of its group, then for the trainer."""
@@ -77,7 +77,7 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
 
 
 def next_phase(phase: Phase, transition: Transition) -> Phase:
-    """The phase after a transition from `phase`. Raises ProtocolViolation if there is no such transition."""
+    """Return the phase after a transition from `phase`. Raises ProtocolViolation if there is no such transition."""
     result = NEXT_PHASE.get((phase, transition))
     if result is None:
         raise ProtocolViolation(f"a trajectory that is {phase.value} cannot be {transition.value}")

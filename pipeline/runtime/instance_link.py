@@ -1,8 +1,8 @@
 """The driver's link to one rollout instance: sends commands in order, receives results, and detects that it is lost.
 
 Invariants:
-- Commands are executed one after the other in the order given; a Route after a Pull uses the new weights. Consecutive
-  commands of one kind may be sent in one call.
+- Commands are executed one after the other in the order of the outbox; a Route after a Pull uses the new weights.
+  Consecutive commands of one class may be sent in one call.
 - Every result of the instance is emitted exactly once, with the route number that it belongs to.
 - A lost instance raises ActorLost with its name within a deadline: if its process answers no call (deadlines.call_s),
   if its engine reports an error, or if its engine stops sampling although the process answers (deadlines.sample_s).
@@ -26,7 +26,7 @@ from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S = 0.5
-"""Maximum seconds that a poll for results waits at an instance. It returns at once when a request has ended."""
+"""Maximum seconds that an instance waits for results in one poll. It returns at once when a request has ended."""
 REPORT_S = 0.5
 """Seconds between two reports of an instance's progress."""
 
@@ -57,7 +57,7 @@ class InstanceLink:
         self._stall_detector = StallDetector(deadlines.sample_s)
 
     def coroutines(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """Three coroutines to run concurrently until the instance is lost."""
+        """Return three coroutines to run concurrently until the instance is lost."""
         return self._send(), self._receive_results(), self._watch()
 
     async def _send(self) -> None:
@@ -165,7 +165,7 @@ class InstanceLink:
             )
 
     def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> events.DecodeStats:
-        """The decode steps between two reports of the engine."""
+        """Compute the statistics of the decode steps between two reports of the engine."""
         return events.DecodeStats(
             running=max(0, load.running - load.waiting),
             kv_tokens=load.kv_tokens,
@@ -186,8 +186,8 @@ class StallDetector:
         self._progress_s = 0.0
 
     def observe(self, load: EngineLoad, now: float, *, loading: bool = False) -> float:
-        """Seconds without progress once they exceed the allowed ones, else 0. Loading weights, and starting or ending a
-        request, count as progress. loading: whether the engine is loading weights."""
+        """Return the seconds without progress if they exceed the allowed ones, else 0. Loading weights, and starting or
+        ending a request, count as progress. loading: whether the engine is loading weights."""
         progress = (load.version, load.tokens_sampled, load.progress)
         if progress != self._last_progress or not load.running or loading:
             self._last_progress, self._progress_s = progress, now

@@ -1,6 +1,6 @@
 """Checks that every trajectory is stored once and every step consumed its number of whole groups. Numpy, pure.
 
-Memory: some numbers per group, beside what stores/id_sets.py needs.
+Memory: five numbers per group and step, and that of stores/id_sets.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONSUMED = FATES.index(Fate.CONSUMED)
 
 
 def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
-    """[R] which rows a training step consumed."""
+    """Return a mask of the rows that a training step consumed, [R]."""
     return np.asarray(np.isin(rows["fate"], (CONSUMED, CONSUMED - len(FATES))), bool)
 
 
@@ -38,7 +38,7 @@ class ConsumedRows:
         self._stored = IdSet()
         self._repeated_ids: set[int] = set()
         self._counts: list[Ints] = []
-        """[N, 5]: step, group, trajectories of it, first and last row of them."""
+        """Arrays [N, 5] with step, group, number of its trajectories, and the first and last of their rows."""
 
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns READ_COLUMNS."""
@@ -48,33 +48,33 @@ class ConsumedRows:
         consumed_rows = rows[indices]
         if len(consumed_rows):
             self.max_staleness = max(self.max_staleness, int((consumed_rows["step"] - consumed_rows["v_traj"]).max()))
-        all_ones = np.ones(len(indices), np.int64)
+        ones = np.ones(len(indices), np.int64)
         positions = indices + self.num_rows
-        counts = np.stack([consumed_rows["step"], consumed_rows["group"], all_ones, positions, positions], axis=1)
+        counts = np.stack([consumed_rows["step"], consumed_rows["group"], ones, positions, positions], axis=1)
         self._counts.append(_merge(counts))
         self.num_rows += len(rows)
 
     def steps(self) -> dict[int, tuple[int, int]]:
-        """Half-open range of rows that each step consumed."""
+        """Return the half-open range of rows that each step consumed."""
         counts = self._merged_counts()
         return {
             int(step): (int(counts[a:b, 3].min()), int(counts[a:b, 4].max()) + 1) for step, a, b in _runs(counts[:, 0])
         }
 
-    def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
+    def findings(self, header: RunHeader, trained_steps: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
         """Check that every trajectory is stored once, and that each step consumed its number of whole groups.
 
         Args:
             header: The store's header.
-            trained: The steps in the order of their commits.
+            trained_steps: The steps in the order of their commits.
             rows: The rows of the whole store again, read only if a trajectory is stored more than once.
         """
         yield from self._repeated(rows)
-        if list(trained) != list(range(len(trained))):
-            yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")
+        if list(trained_steps) != list(range(len(trained_steps))):
+            yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained_steps)[:20]}")
         counts = self._merged_counts()
         consumed = {int(step): counts[a:b, 2] for step, a, b in _runs(counts[:, 0])}
-        for step in sorted({*trained, *consumed}):
+        for step in sorted({*trained_steps, *consumed}):
             sizes = consumed.get(step, np.zeros(0, np.int64))
             if len(sizes) != header.groups_per_step or set(sizes.tolist()) != {header.group_size}:
                 message = (
@@ -83,8 +83,8 @@ class ConsumedRows:
                 )
                 yield Finding(check=CHECK, where=f"step {step}", message=message)
         by_group = counts[np.argsort(counts[:, 1], kind="stable")]  # and of each group by step
-        several = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
-        for _, group, a, b in sorted(several):
+        repeated_groups = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
+        for _, group, a, b in sorted(repeated_groups):
             message = f"consumed by steps {by_group[a:b, 0].tolist()}"
             yield Finding(check=CHECK, where=f"group {group}", message=message)
 
@@ -92,10 +92,10 @@ class ConsumedRows:
         if not self._repeated_ids:
             return
         counts: dict[int, int] = {}
-        wanted = np.asarray(sorted(self._repeated_ids), np.int64)
+        repeated_ids = np.asarray(sorted(self._repeated_ids), np.int64)
         for block in rows:
             ids = block["trajectory"]
-            for id in ids[np.isin(ids, wanted)].tolist():
+            for id in ids[np.isin(ids, repeated_ids)].tolist():
                 counts[id] = counts.get(id, 0) + 1
         for id, count in counts.items():
             yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
@@ -107,20 +107,20 @@ class ConsumedRows:
 
 
 def _merge(counts: Ints) -> Ints:
-    """One line per step and group, by these."""
+    """Merge counts to one line per step and group, sorted by these."""
     counts = counts[np.lexsort((counts[:, 1], counts[:, 0]))]
     starts = np.flatnonzero(np.concatenate([[True], (counts[1:, :2] != counts[:-1, :2]).any(axis=1)])[: len(counts)])
     if not len(starts):
         return counts
-    summed = counts[starts].copy()
-    summed[:, 2] = np.add.reduceat(counts[:, 2], starts)
+    merged = counts[starts].copy()
+    merged[:, 2] = np.add.reduceat(counts[:, 2], starts)
     # Rows are added in order and the sort is stable, so the first line of a group has its first row.
-    summed[:, 4] = np.maximum.reduceat(counts[:, 4], starts)
-    return summed
+    merged[:, 4] = np.maximum.reduceat(counts[:, 4], starts)
+    return merged
 
 
 def _runs(values: Ints) -> Iterator[tuple[int, int, int]]:
-    """(value, first, last) of each run of equal values."""
+    """Yield (value, start, stop) of each run of equal values."""
     if not len(values):
         return
     edges = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1], [True]])).tolist()
