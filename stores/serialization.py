@@ -61,7 +61,7 @@ class Codec:
         sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
         removed: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
-        self._removed = {kind.__name__: names for kind, names in removed.items()}
+        self._removed = {cls.__name__: names for cls, names in removed.items()}
         self._converter = converter = Converter()
         for builtin_type in (int, float, str, bool):
             converter.register_structure_hook(builtin_type, _exact_decoder(builtin_type))

@@ -13,16 +13,7 @@ from datetime import date, time
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import (
-    NAME_PATTERN,
-    PARAMETER,
-    Knob,
-    default_of,
-    entry_type,
-    keys_of,
-    spec_of,
-    values,
-)
+from staleflow.tasks.settings.knobs import NAME_FORM, PARAMETER, Knob, default_of, entry_type, keys_of, spec_of, values
 from staleflow.tasks.settings.registry import Choice, RegistryEntry, UserCode
 
 
@@ -200,7 +191,7 @@ def _table_or_list(cls: type[Any]) -> dict[str, Any]:
     if not (key := getattr(cls, "LIST_KEY", "")):
         return table
     entry = _table(entry_type(keys_of(cls)[key][0]) or cls)
-    name = {"description": "a name for it, which its metrics have", "type": "string", "pattern": NAME_PATTERN}
+    name = {"description": "a name for it, which its metrics have", "type": "string", "pattern": NAME_FORM}
     entry["properties"] = {"name": name} | entry["properties"]
     return {
         "description": table["description"],
@@ -231,11 +222,8 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
         return _choice(spec)
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
     if entries := entry_type(hint):
-        return schema | {
-            "type": "object",
-            "propertyNames": {"pattern": NAME_PATTERN},
-            "additionalProperties": _table(entries),
-        }
+        names = {"pattern": NAME_FORM}
+        return schema | {"type": "object", "propertyNames": names, "additionalProperties": _table(entries)}
     kind = TYPES[typing.get_origin(hint) or hint]
     if kind == "array":
         item = TYPES[typing.get_args(hint)[0]]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, overload
 
 from staleflow.stores.errors import ConfigError
 
-NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
+NAME_FORM = r"^[A-Za-z][A-Za-z0-9_-]*$"
 """Regular expression of the names in a table of named tables. They have no dots, because dots join keys."""
 METADATA, PARAMETER = "knob", "parameter"
 """Keys of a dataclass field's metadata: its Knob, and the mark of a field that the program fills in."""
@@ -247,7 +247,7 @@ def _entries(tree: object, label: str) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{label} must be a table of named tables, not {shown(tree)}")
     for name in tree:
-        if not re.search(NAME_PATTERN, name):
+        if not re.search(NAME_FORM, name):
             raise ConfigError(f"{label}: {name!r} is not a valid name; use letters, digits, - and _, a letter first")
     return tree
 
