@@ -185,12 +185,7 @@ def test_a_run_whose_store_is_missing_does_not_start_again(stored: Path, tmp_pat
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
     (folder / "store").rename(tmp_path / "elsewhere")
     (folder / "store").symlink_to(tmp_path / "unmounted")
-    signs = (
-        "does not exist; mount it",
-        "a resume point of version 3",
-        "a checkpoint, step-",
-        "the run has ended",
-    )
+    signs = ("does not exist; mount it", "a resume point of version 3", "a checkpoint, step-", "the run has ended")
     for sign in signs:
         before = sorted(folder.rglob("*"))
         with pytest.raises(ConfigError, match=sign) as caught:
