@@ -19,7 +19,7 @@ from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 
 NEWEST_WEIGHT = 0.3
-"""Weight of the newest value in a running mean."""
+"""Weight of a new value in a running mean."""
 
 
 @dataclass(slots=True)
@@ -28,8 +28,8 @@ class RunningMean:
 
     value: float = 0.0
 
-    def add(self, newest: float) -> None:
-        self.value = newest if not self.value else self.value + NEWEST_WEIGHT * (newest - self.value)
+    def add(self, value: float) -> None:
+        self.value = value if not self.value else self.value + NEWEST_WEIGHT * (value - self.value)
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class StateView(ReplanFlags):
 
     @property
     def trainer_has_gpus(self) -> bool:
-        """Whether the trainer uses the GPUs that it shares with the instances, all of which sleep or are about to."""
+        """Whether the trainer uses the GPUs that it shares with the instances, which then all sleep or will soon."""
         return self.shares_gpus and self._training
 
     @property
@@ -166,18 +166,18 @@ class StateView(ReplanFlags):
         return self._groups_requested
 
     def queue_level(self, group: GroupId) -> int:
-        """The queue level of a group's members."""
+        """Return the queue level of a group's members."""
         if is_evaluation(group):
             return EVALUATION
         version = self.ledger.entries[group].version
         return UNRESERVED if version < 0 else version
 
     def get_running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The running trajectory that an instance's event is about; None if the event is late."""
+        """Return the running trajectory of an instance's event; None if the event is late."""
         return self._get_in_phase(Phase.RUNNING, trajectory, route_number)
 
     def get_in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """The trajectory in its environment that an event is about; None if the event is late."""
+        """Return the trajectory of an environment's event; None if the event is late."""
         return self._get_in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
 
     def _get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:

@@ -56,8 +56,8 @@ def message_spans(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
 def make_messages(
     trajectory: Trajectory, decode_sampled: Callable[[IntArray], str], decode_provided: Callable[[IntArray], str]
 ) -> list[dict[str, Any]]:
-    """The message spans as dicts: role, content, number of tokens, seconds. decode_sampled,
-    decode_provided: decode sampled tokens, and tokens of environments."""
+    """Return the message spans as dicts: role, content, number of tokens, seconds. decode_sampled, decode_provided:
+    decode sampled tokens, and tokens of environments."""
     ids = trajectory.response_tokens
     return [
         {
@@ -96,7 +96,7 @@ def make_display_detokenizer(config: RunConfig) -> Detokenizer:
 
 
 def decode_row(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
-    """The texts of a trajectory. Sampled parts have no special tokens; env spans keep them, because they mark the
+    """Decode a trajectory. Sampled parts have no special tokens; env spans keep them, because they mark the
     speakers."""
 
     def decode_plain(tokens: IntArray) -> str:

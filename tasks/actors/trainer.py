@@ -1,6 +1,6 @@
 """The trainer: an actor that runs training steps and publishes each version's weights.
 
-It may be rank 0 of several processes (trainer_rank.py); callers need not know.
+It may be rank 0 of several processes (trainer_rank.py), which callers use in the same way.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ class Trainer:
         """Build the policy, unless there are several ranks.
 
         Args:
-            folder: of published weights.
-            resume_folder: folder of the run's resume points.
-            steps_per_resume_point: steps between two resume points; 0 for none.
-            keep_every: versions between two resume points that are kept for good; 0 for none.
-            ranks: number of trainer processes; with more than one, `form_group` must be called first.
+            settings: Settings of the policy.
+            folder: Folder of published weights.
+            threads: Size of the policy's thread pools.
+            call_s: Maximum seconds of a call to the trajectory server.
+            resume_folder: Folder of the run's resume points.
+            steps_per_resume_point: Steps between two resume points; 0 for none.
+            keep_every: Versions between two resume points that are never removed; 0 for none.
+            ranks: Number of trainer processes; with more than one, `form_group` must be called first.
         """
         engine_handover.close_orphans()
         self._call_s = call_s
@@ -109,8 +112,8 @@ class Trainer:
         return await self._while_awake(self._policy.logprobs, tokens)
 
     async def fine_tune(self, step: int) -> dict[str, float]:
-        """Run step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
-        run before."""
+        """Run step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; empty if the
+        step was run before."""
         if step < self._num_fine_tuned:
             return {}
         metrics = await self._while_awake(self._policy.fine_tune, step)
@@ -123,8 +126,9 @@ class Trainer:
         """Publish the base model as version 0, or a later version from its resume point.
 
         Args:
-            probe_tokens: tokens whose logprobs are published with every version.
-            recorded_fingerprint: the version's fingerprint when it was first published; empty if unknown.
+            probe_tokens: Tokens whose logprobs are published with every version.
+            version: The version to publish.
+            recorded_fingerprint: The version's fingerprint when it was first published; empty if unknown.
         """
         self._probe_tokens = probe_tokens
         return await self._while_awake(self._publish_initial, version, recorded_fingerprint)
@@ -134,10 +138,10 @@ class Trainer:
     ) -> PublishedStep:
         """Run training step `step` on trajectories, and publish version step + 1. versions: the trajectories' v_traj.
 
-        Resume points are written while the next steps are trained, one at a time: a step that has one waits until the
-        one before is written. An error in writing it is raised by the next call."""
+        Resume points are written one at a time, while the next steps are trained. A step with a resume point waits
+        until the previous one is written. An error in writing is raised by the next call."""
         started_s = time.monotonic()
-        rows = await self._batch(server, step, trajectories, versions)
+        rows = await self._fetch_batch(server, step, trajectories, versions)
         fetched_s = time.monotonic()
         is_point_due = self._steps_per_resume_point and (step + 1) % self._steps_per_resume_point == 0
         resume_wait_s = 0.0
@@ -147,7 +151,7 @@ class Trainer:
         seconds = {"fetch_s": fetched_s - started_s, "resume_wait_s": resume_wait_s}
         result = await self._while_awake(self._train, step, rows, seconds)
         if is_point_due:
-            # Queued now, before any further step: it copies what that would change.
+            # Queued before the next step, because it copies the state that the next step changes.
             pending_point = self._executor.submit(self._begin_resume_point, result.version)
             self._save_task = asyncio.ensure_future(self._end_resume_point(pending_point))
         return result
@@ -180,23 +184,23 @@ class Trainer:
             raise ProtocolViolation(f"the {self._ranks} ranks of the trainer are not a group yet")
         return self._built_policy
 
-    async def _batch(
+    async def _fetch_batch(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> list[Row]:
         """Fetch a step's rows, message by message; each call has deadlines.call_s."""
         rows: list[Row] = []
-        rest = 1
-        while rest:
+        num_remaining = 1
+        while num_remaining:
             message: BatchMessage = await call_actor(
                 server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
             )
             rows += message.arrays.rows()
-            rest = message.num_remaining
+            num_remaining = message.num_remaining
         return rows
 
     async def _while_awake(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that needs the policy's device. After a failure the policy stays awake: it is replaced, or
-        the run ends, and the other ranks of a group that is lost may never answer."""
+        """Call a function that needs the policy's device. After a failure the policy stays awake, because the other
+        ranks of a lost group may never reply; it is replaced, or the run ends."""
 
         def call() -> T:
             self._policy.wake()
@@ -246,7 +250,7 @@ class Trainer:
             return stack.pop_all()
 
     async def _end_resume_point(self, pending_point: Future[ExitStack]) -> None:
-        """Finish writing a resume point, in a thread beside the one that trains."""
+        """Finish writing a resume point, in another thread than training."""
 
         def end(point: ExitStack) -> None:
             with point:

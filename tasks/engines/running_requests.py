@@ -177,7 +177,7 @@ class RunningRequests:
             running.tokens, running.logprobs = [], []
 
     def peek(self) -> list[SampledTokens]:
-        """The tokens that all requests have sampled so far. Changes nothing."""
+        """Return the tokens that all requests have sampled so far. Changes nothing."""
         return [
             RunningRequest(
                 running.request,
@@ -268,12 +268,12 @@ class StopChecks:
         self._model = model
         self._load = load or _load_detokenizer
         self._detokenizer: Detokenizer | None = None
-        self._loading = threading.Lock()
+        self._load_lock = threading.Lock()
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load the tokenizer if these requests need it; call it before locking. Raises ConfigError if that fails."""
         if self._detokenizer is None and any(request.stop.strings for request in requests):
-            with self._loading:
+            with self._load_lock:
                 self._detokenizer = self._detokenizer or self._load(self._model)
 
     def make_check(self, request: Request) -> StopCheck | None:

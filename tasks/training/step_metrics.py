@@ -1,7 +1,7 @@
 """Metrics of a training step, computed from sums over its tokens.
 
-Rows whose logprobs are computed anyway count with all of their tokens. The others are represented by a random sample of
-rows, each of which counts several times, so that the sums are unbiased. Metrics that are ratios of sums have standard
+All tokens count of rows whose logprobs training computes anyway. The other rows are represented by a random sample,
+each row of which counts several times, so that the sums are unbiased. Metrics that are ratios of sums have standard
 errors.
 """
 
@@ -48,12 +48,12 @@ class TokenSums:
         logprobs = tokens.logprobs.detach()
         log_ratios = log_ratio(logprobs, tokens.behaviour).double()
         ratio = log_ratios.exp()
-        below = (ratio if result.ratio is None else result.ratio) < 1
+        is_low = (ratio if result.ratio is None else result.ratio) < 1
         weight = ratio.clamp(max=ENTROPY_CAP)
-        parts = {
+        token_values = {
             "tokens": tokens.sampled.double(),
-            "low": (result.clipped & below).double(),
-            "high": (result.clipped & ~below).double(),
+            "low": (result.clipped & is_low).double(),
+            "high": (result.clipped & ~is_low).double(),
             "ratio": ratio,
             "ratio_squared": ratio**2,
             "kl_old": _k3(log_ratio(logprobs, old).double()),
@@ -61,14 +61,14 @@ class TokenSums:
             "surprise": -weight * logprobs,
             "surprise_weight": weight,
         }
-        by_row = {name: values.masked_fill(~tokens.sampled, 0).sum(1) for name, values in parts.items()}
+        by_row = {name: values.masked_fill(~tokens.sampled, 0).sum(1) for name, values in token_values.items()}
         self._add(**{name: multiplicity * row.sum() for name, row in by_row.items()})
         zeros = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
         rows: list[list[float]] = torch.stack([by_row.get(name, zeros).double() for name in SUM_NAMES], 1).tolist()
         return rows
 
     def metrics(self, epochs: int = 1, sample: RowSample | None = None) -> dict[str, float]:
-        """Means over the tokens, by name (see stores/metrics.py).
+        """Return means over the tokens, by name (see stores/metrics.py).
 
         Args:
             epochs: Number of times that each token was added.
@@ -89,8 +89,8 @@ class TokenSums:
             "tokens_trained": sums["trained"] / epochs,
         }
         slopes = _slopes(means, sums)
-        errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
-        return means | errors
+        standard_errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
+        return means | standard_errors
 
     @property
     def loss(self) -> float:
@@ -124,9 +124,9 @@ class RowSample:
         if count == self.population or count < 2:
             return 0.0
         indices = [SUM_NAMES.index(name) for name in slopes]
-        linear = np.asarray(self.rows)[:, indices] @ np.asarray(list(slopes.values()))
+        linearized = np.asarray(self.rows)[:, indices] @ np.asarray(list(slopes.values()))
         share = 1 - count / self.population
-        return float(self.population * math.sqrt(share * linear.var(ddof=1) / count))
+        return float(self.population * math.sqrt(share * linearized.var(ddof=1) / count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +139,13 @@ class LogprobMismatch:
     kl: float
 
     @classmethod
-    def of(cls, rows: Sequence[Row], before: LogprobsByRow) -> LogprobMismatch | None:
-        """Compute the differences over the fresh rows; None if there are none. before: the trainer's logprobs, at least
-        of these rows."""
+    def of(cls, rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> LogprobMismatch | None:
+        """Compute the differences over the fresh rows; None if there are none. trainer_logprobs: the trainer's
+        logprobs, at least of these rows."""
         fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
         if not fresh:
             return None
-        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
+        difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
         bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(
             mean=float(np.abs(difference).mean()),
