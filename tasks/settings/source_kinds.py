@@ -193,8 +193,8 @@ def kind_of(source: str) -> SourceKind | None:
     kind = extensions.load(GROUP, name)
     if not isinstance(kind, SourceKind) or kind.name != name:
         raise ConfigError(
-            f"{GROUP}: {name!r} of {extensions.package_of(extensions.entry_points_of(GROUP)[name])} must be a "
-            f"SourceKind whose syntax begins with {name}:, not {kind!r}"
+            f"{GROUP}: {name!r} of the package {extensions.package_of(extensions.entry_points_of(GROUP)[name])} must "
+            f"be a SourceKind whose syntax begins with {name}:, not {kind!r}"
         )
     return kind
 
