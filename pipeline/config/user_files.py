@@ -268,9 +268,9 @@ def is_temporary(path: Path) -> bool:
 def name_rows(message: str) -> str:
     """A message in which rows passed as Python objects have the name of their argument and their index, not their
     temporary file and line."""
-    if not _session.cache_info().currsize:
+    if not _temporary_folder.cache_info().currsize:
         return message
-    file = rf"{re.escape(str(_session()))}/\w+/(\w+)\.jsonl"
+    file = rf"{re.escape(str(_temporary_folder()))}/\w+/(\w+)\.jsonl"
     message = re.sub(rf"{file}, line (\d+)", lambda found: f"{found[1]}[{int(found[2]) - 1}]", message)
     return re.sub(rf"[\w.]+ = 'jsonl:{file}'", r"\1", message)
 

@@ -230,7 +230,7 @@ class AgentEpisode(CoroutineEpisodeBase):
         """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
         assert self._session is not None and self._running is not None
         self._reached_limit = True
-        self._session.refuse(RequestError(400, f"the episode has reached its limit, {limit}", "context_length_exceeded"))
+        self._session.refuse(RequestError(400, f"the episode reached its limit, {limit}", "context_length_exceeded"))
         await asyncio.wait({self._running})
         return self._end()
 
