@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import importlib.util
 import itertools
 import json
@@ -78,18 +79,19 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         return unchecked
     for name, job in config.jobs_by_source.items():
         try:
-            _try_source(job, folder, unchecked)
+            _try_source(job, folder, unchecked, step_groups=0 if name else job.batch.groups_per_step)
         except ConfigError as error:
             message = user_files.name_rows(str(error))
             raise ConfigError(f"task {name!r}: {message}" if name else message) from error
     return unchecked
 
 
-def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) -> None:
-    """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError."""
+def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str], step_groups: int) -> None:
+    """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError. step_groups:
+    groups that a step draws from it; 0 if unknown."""
     from staleflow.tasks.sources.examples import Examples
 
-    task, prompts = _first_prompt(config, folder, unchecked)
+    task, prompts = _first_prompt(config, folder, unchecked, step_groups)
     examples = actor_settings.example_settings(config, config.num_held_out_prompts)
     if examples is not None and prompts is not None:
         Examples(examples, prompts).rows(0)
@@ -165,7 +167,7 @@ def _why_unwritable(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:
-        return error.strerror or str(error)
+        return "it accepts no files" if error.errno == errno.ENOENT else error.strerror or str(error)
 
 
 def _why_no_cuda() -> str:
@@ -264,9 +266,12 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     return False
 
 
-def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> tuple[Task, TokenizedPrompts | None]:
+def _first_prompt(
+    config: RunConfig, folder: Path | None, notes: list[str], step_groups: int
+) -> tuple[Task, TokenizedPrompts | None]:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
-    return the prompts too. notes: is told of a prompt that the model cannot read."""
+    return the prompts too. notes: receives a line for a prompt that the model cannot read, and for each number of
+    prompts that is larger than the data set."""
     from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
     from staleflow.tasks.sources.prompts import TokenizedPrompts
 
@@ -280,6 +285,7 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)
+    rows: set[int] = set()
     for number, task in itertools.chain([(0, first)], _draw_prompts(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
             with raised_as(ConfigError, _place(config, task, number), ConfigError):
@@ -289,6 +295,18 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
                     f"{_place(config, task, number)}: {unknown} of its {len(ids)} tokens are unknown to the model's "
                     f"tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
+        if 0 <= number < step_groups:
+            rows.add(task.row)
+    if prompts.num_held_out is not None and prompts.num_held_out < config.task.eval_prompts:
+        notes.append(
+            f"task.eval_prompts = {config.task.eval_prompts}: only {prompts.num_held_out} rows are held out; each is "
+            "evaluated once"
+        )
+    if len(rows) < step_groups <= number + 1:
+        notes.append(
+            f"batch.groups_per_step = {step_groups}: {config.task.source} has only {len(rows)} training prompts; a "
+            f"step draws each about {step_groups / len(rows):.1f} times"
+        )
     return first, prompts
 
 

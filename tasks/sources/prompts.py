@@ -188,6 +188,11 @@ class TokenizedPrompts:
         self._bridge: Bridge | None = None
 
     @property
+    def num_held_out(self) -> int | None:
+        """Number of held-out prompts, duplicates included; None if unlimited."""
+        return self._source.num_held_out
+
+    @property
     def held_out_set(self) -> frozenset[Prompt]:
         """The held-out prompts that are excluded from training."""
         return held_out_prompts(self._source, self._settings.held_out)

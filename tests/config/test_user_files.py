@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from staleflow.pipeline.config import knob_tree, loading, schema, user_files
+from staleflow.pipeline.config import knob_tree, loading, preflight, schema, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
@@ -107,3 +108,15 @@ def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> N
     back = user_files.with_code_in(sent, folder / "code", code).evaluation.sets
     for named, text in ((back["one"].source, "# a/mine.py\n"), (back["two"].reward, "# b/mine.py\n")):
         assert code[Path(named.rpartition(":")[0]).name] == text
+
+
+def test_numbers_of_prompts_that_exceed_the_data_set_are_noted(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(20)))
+    task = {"source": f"jsonl:{tmp_path}/rows.jsonl", "eval_prompts": 2}
+    tree: dict[str, Any] = {"model": {"path": str(tiny_model)}, "task": task, "rollout": {"max_new_tokens": 8}}
+    assert preflight.check_job(loading.from_tree(tree, "job")) == []
+    large = tree | {"batch": {"groups_per_step": 27}, "task": task | {"eval_prompts": 5}}
+    evaluated, drawn = preflight.check_job(loading.from_tree(large, "job"))
+    assert evaluated == "task.eval_prompts = 5: only 2 rows are held out; each is evaluated once"
+    assert drawn.startswith("batch.groups_per_step = 27: jsonl:")
+    assert drawn.endswith("has only 18 training prompts; a step draws each about 1.5 times")
