@@ -84,7 +84,7 @@ def _neighbours(path: Path) -> str:
     if not path.parent.is_dir() or path.parent == path:
         return ""
     folders = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))
-    return f"; in {path.parent} there are {', '.join(folders[-8:])}" if folders else f"; {path.parent} is empty"
+    return f"; folders in {path.parent}: {', '.join(folders[-8:])}" if folders else f"; {path.parent} is empty"
 
 
 def _ask_hub(name: str, subject: str) -> None:

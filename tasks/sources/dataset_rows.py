@@ -91,7 +91,8 @@ class JsonLines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            with raised_as(ConfigError, f"{path}, line {number}: not JSON", ValueError, RecursionError):
+            problem = f"{path}, line {number}: not JSON"
+            with raised_as(ConfigError, problem, ValueError, RecursionError, describe=_without_line):
                 row = json.loads(line)
             if not isinstance(row, dict):
                 raise ConfigError(f'{path}, line {number}: must be an object, such as {{"prompt": ..., "answer": ...}}')
@@ -293,6 +294,11 @@ def format_columns(name: str, names: Collection[str]) -> str:
     """The end of an error message about an unknown column: the existing columns, and a similar name if there is one."""
     near = difflib.get_close_matches(name, names, n=1)
     return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _without_line(error: BaseException) -> str:
+    """The message of an error in a JSON text of one line, without the number of the line."""
+    return str(error).replace("line 1 ", "")
 
 
 def _first_line(error: BaseException) -> str:

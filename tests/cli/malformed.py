@@ -85,7 +85,13 @@ VALUES = (
     _set("an override that is no UTF-8", "task.template={prompt}\udcff", "override task.template", "not UTF-8 text"),
     _set("an empty model", "model.path= ", "model.path", "no such folder"),
     _set("a runs_dir that is a file", "runs_dir=data.jsonl", "data.jsonl", "set runs_dir to another folder"),
-    _set("a runs_dir that is read-only", "runs_dir=/proc/none", "/proc/none", "set runs_dir to another folder"),
+    _set(
+        "a runs_dir that is read-only",
+        "runs_dir=/proc/none",
+        "/proc/none",
+        "accepts no files",
+        "set runs_dir to another folder",
+    ),
     _set("an address without kind", "cluster.address=tcp://127.0.0.1:9", 'cluster.kind = "address"'),
     _set("a scheduler file without kind", "cluster.scheduler_file=x.json", 'cluster.kind = "file"'),
     _set("no memory folder", "cluster.shared_memory=/nowhere/at/all", "cluster.shared_memory", "no such folder"),
@@ -104,7 +110,7 @@ VALUES = (
 DATA = (
     _set("data: none", "task.source=jsonl:none.jsonl", "none.jsonl", "no such file"),
     _set("data: a folder", "task.source=jsonl:model", "task.source = ", "folder"),
-    Case(name="data: a bad row", command="run job.toml", says=("data.jsonl, line 21: not JSON",),
+    Case(name="data: a bad row", command="run job.toml", says=("line 21: not JSON", "double quotes: column 2 ("),
          prepare=(rewrite("data.jsonl", lambda t: t + "{'prompt': 1}\n"),)),
     Case(name="data: a row without prompt", command="run job.toml",
          says=("data.jsonl, line 21", "'prompt'"),
