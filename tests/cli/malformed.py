@@ -280,7 +280,7 @@ STORES = (
          command="store show runs/finished --best 1 --where 'reward >'"),
     Case(name="store: a condition that calls", says=("__import__",),
          command="store show runs/finished --best 1 --where '__import__(\"os\")'"),
-    Case(name="store: nothing chosen", command="store show runs/finished --where 'reward > 0'", says=("--best",)),
+    Case(name="store: two orders", command="store show runs/finished --worst 1 --best 1", says=("give only one of",)),
     Case(name="branch: a bad name", command="store rescore runs/finished --reward task --branch 'a b/c'",
          says=("'a b/c'", "branch")),
     Case(name="branch: no name", command="store rescore runs/finished --reward task --branch ''", says=("branch",)),
