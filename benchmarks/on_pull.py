@@ -3,9 +3,9 @@
     python -m benchmarks.on_pull --out docs
 
 `interrupt` computes a running response's KV cache again under the new weights; `keep` continues with the old one, so
-that tokens after a pull attend to keys and values of older versions. Runs examples/demo.toml and examples/agent.toml at
-bounds 1 and 3 with three seeds, one run after the other. Each run is audited. Runs stay in runs/, and one that is there
-is not run again. Writes on_pull.json and on_pull.png and prints a table.
+that tokens after a pull attend to keys and values of older versions. Runs examples/demo.toml, agent.toml and tools.toml
+at bounds 1 and 3 with three seeds, one run after the other. Each run is audited. Runs stay in runs/, and one that is
+there is not run again. Writes on_pull.json and on_pull.png and prints a table.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.learning import summary_of_run
 from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 
-JOBS = {"demo": Path("examples/demo.toml"), "agent": Path("examples/agent.toml")}
+JOBS = {name: Path(f"examples/{name}.toml") for name in ("demo", "agent", "tools")}
 RULES = ("interrupt", "keep")
 BOUNDS = (1, 3)
 SEEDS = (21, 22, 23)
@@ -30,6 +35,8 @@ COLUMNS = {
     "mixed": "share of the responses trained on that were sampled under more than one version",
     "ess": "effective sample size over the number of tokens",
     "kl_behaviour": "KL divergence of the sampling policy from the trained one, nats",
+    "distance": "mean difference in nats between the logprobs of tokens sampled after a pull and those of one "
+    "forward pass of the version that sampled them, over the versions with a resume point",
     "tokens_per_s": "response tokens trained on per second",
     "reward": "mean reward on held-out prompts at the end, sampled",
 }
@@ -57,16 +64,17 @@ def main() -> None:
             name = f"{prefix}-{job}-{bound}-{rule}-{seed}"
             settings = (f"seed={seed}", f"staleness.eta={bound}", f"rollout.on_pull={rule}", *args.set)
             summary = summary_of_run(JOBS[job], name, settings)
-            store = VersionedStore.open(loading.load(JOBS[job], (f"name={name}", *settings)).run_dir / "store")
-            rows.append({"job": job, "bound": bound, "rule": rule, "seed": seed, **figures(summary, store)})
+            config = loading.load(JOBS[job], (f"name={name}", *settings))
+            rows.append({"job": job, "bound": bound, "rule": rule, "seed": seed, **figures(summary, config)})
             results.write_text(json.dumps(rows, indent=1) + "\n")
     rows = json.loads(results.read_text())
     draw(rows, args.out / "on_pull.png")
     print("\n".join(table(rows)))
 
 
-def figures(summary: dict[str, Any], store: VersionedStore) -> dict[str, Any]:
+def figures(summary: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """The columns of one run, means over its steps, and its rewards by step."""
+    store = VersionedStore.open(config.run_dir / "store")
     steps = [record.metrics for record in store.commits() if record.kind == "step"]
     columns = store.columns()
     trained = columns["fate"] == Fate.CONSUMED.value
@@ -74,10 +82,30 @@ def figures(summary: dict[str, Any], store: VersionedStore) -> dict[str, Any]:
         "mixed": float((columns["v_min"] != columns["v_max"])[trained].mean()),
         "ess": statistics.mean(step["ess"] for step in steps),
         "kl_behaviour": statistics.mean(step["kl_behaviour"] for step in steps),
+        **logprob_distance(store, config),
         "tokens_per_s": sum(step["response_tokens"] for step in steps) / steps[-1]["elapsed_s"],
         "reward": summary["evaluations"][-1]["sampled"],
         "rewards": [step["reward"] for step in steps],
     }
+
+
+def logprob_distance(store: VersionedStore, config: RunConfig) -> dict[str, Any]:
+    """Mean and largest `distance`, and the number of tokens that it is over."""
+    import torch
+
+    model = load_model(config.model.path, "float32", "cpu", "sdpa")
+    trained = [row.trajectory for row in store.ended() if row.fate is Fate.CONSUMED]
+    distances: list[float] = []
+    points = ResumePoints(config.run_dir / "resume")
+    for version in points.complete_versions():
+        rows = [row for row in trained if version in row.versions and row.versions[row.sampled][0] != version]
+        if not rows:
+            continue
+        model.load_state_dict(torch.load(points.path(version), weights_only=False)["model"], strict=False)
+        for row in rows:
+            recomputed = forward_logprobs(model, [*row.prompt_tokens, *row.response_tokens])[-row.num_tokens :]
+            distances += np.abs(np.array(recomputed) - row.logprobs)[row.versions == version].tolist()
+    return {"distance": statistics.mean(distances), "largest_distance": max(distances), "compared": len(distances)}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

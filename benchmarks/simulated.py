@@ -140,7 +140,7 @@ def long_rows(swept: bool) -> list[Row]:
     for eta in (1, 2, 3) if swept else ():
         rows += [authors(mu, eta) for mu in (0.1, 0.2, 0.3)]
     rows += [] if swept else [authors(0.1, 3)]
-    rows += [Row("default", "", eta, ("rollout.on_pull=interrupt",)) for eta in (1, 2, 3) if swept]
+    rows += [Row("interrupt", "", eta, ("rollout.on_pull=interrupt",)) for eta in (1, 2, 3) if swept]
     return rows
 
 
@@ -268,7 +268,7 @@ every run). No GPU was used.
 in five turns, tools of 5 s |
 | tokens | 512 a prompt, at most 16,000 a response |
 | batch | {GROUPS_AN_INSTANCE} groups of 8 for each instance, {STEPS} steps |
-| rollout | 4 or 16 instances of at most 256 running; `on_pull = "keep"` unless stated: a job's default is `interrupt` |
+| rollout | 4 or 16 instances of at most 256 running; `on_pull = "keep"`, the default, unless stated |
 | training | on as many GPUs as rollout; a step takes the rollout's roofline / {TRAINER_SHARE:g} |
 | seconds | 2 for a pull; instances report every 10 |
 
@@ -302,9 +302,9 @@ SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
     ("backlog", None, "`backlog`, keeps no bound", "`eta` 1, 2, 3"),
     (PLAIN, 3, "`staleflow`", "`eta` 3"),
     (AUTHORS, 3, "`staleflow`, routing of StaleFlow's authors", "`eta` 3, `mu` .3, .2, .1"),
-    *(("staleflow", eta, "`staleflow`, `deadline`", f"`eta` {eta}") for eta in (1, 2, 3)),
+    *(("staleflow", eta, "the default: `staleflow`, `deadline`", f"`eta` {eta}") for eta in (1, 2, 3)),
     (CUTTING, None, "the same, stragglers truncated", "`eta` 3, `patience` .1, `share` .02"),
-    *(("default", eta, "the default: `staleflow`, `deadline`, `interrupt`", f"`eta` {eta}") for eta in (1, 2, 3)),
+    *(("interrupt", eta, "`staleflow`, `deadline`, `interrupt`", f"`eta` {eta}") for eta in (1, 2, 3)),
 )
 """system, eta (None: its best), and what the page says: the rule and the values tried."""
 

@@ -223,8 +223,6 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
 def _check_engine(config: RunConfig) -> Iterator[str]:
     """Check what the job's engine supports."""
     engine = config.rollout.engine
-    if config.rollout.on_pull == "keep" and not engine.keeps:
-        yield (f'rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"')
     speculation = engine.speculation
     if speculation.num_speculative_tokens and config.training.lora.rank:
         yield (
@@ -250,7 +248,7 @@ def _check_adapters(config: RunConfig) -> Iterator[str]:
     if on_pull == "adapter" and not rank:
         yield (
             'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
-            'to 32, or use "interrupt"'
+            'to 32, or use "keep"'
         )
     lora = config.training.lora
     if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):

@@ -140,10 +140,10 @@ class RolloutConfig:
         SYNCHRONIZATION, "staggered", "how many instances pull new weights once they are published"
     )
     on_pull: str = knob(
-        "interrupt",
-        "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
+        "keep",
+        "trajectories running during a pull: keep continues with their KV cache, interrupt computes it again, "
         "adapter (with training.lora) ends them under the version they began with",
-        choices=("interrupt", "keep", "adapter"),
+        choices=("keep", "interrupt", "adapter"),
     )
     migration: Migration = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     logprob_drift_limit: float = knob(

@@ -72,7 +72,7 @@ def profile_run(run_dir: Path) -> Profile:
     )
     tracker = TimeTracker(
         replace(PLACEHOLDER_COST_MODEL, verify_share=verify_share), group_size,
-        on_pull=rollout.get("on_pull", "interrupt"),
+        on_pull=rollout.get("on_pull", "keep"),
         initial_draft_length=speculation.initial_length,
     )  # fmt: skip
     for entry in journal.JournalReader(run_dir / "events.jsonl"):

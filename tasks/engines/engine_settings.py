@@ -92,8 +92,6 @@ class EngineSettings(RegistryEntry):
     """The optional package that it needs."""
     emulated: ClassVar[bool] = False
     """Whether responses are drawn at random and only their time passes; no model is involved."""
-    keeps: ClassVar[bool] = False
-    """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
     drafts: ClassVar[tuple[str, ...]] = ()
     """The sources of drafts it can verify (rollout.engine.speculation.source)."""
 
@@ -151,8 +149,6 @@ class ModelSettings(EngineSettings):
     adapters: int = parameter(0)
     keep: bool = parameter(False)
     turns: bool = parameter(False)
-
-    keeps: ClassVar[bool] = True
 
 
 @ENGINES.register("transformers")
@@ -250,4 +246,3 @@ class EmulatedSettings(EngineSettings):
 
     emulated: ClassVar[bool] = True
     drafts: ClassVar[tuple[str, ...]] = ("responses", "suffix")
-    keeps: ClassVar[bool] = True

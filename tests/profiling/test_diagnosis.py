@@ -110,7 +110,7 @@ DRIVEN: dict[Cause, tuple[tuple[str, ...], Callable[[], World]]] = {
         lambda: World(length=even, train_s=0.2, slower=lambda name: 4.0 if name == "rollout-2" else 1.0),
     ),
     Cause.FEW_INSTANCES: (("rollout.instances=1", "rollout.engine.max_running=2"), lambda: World(length=even)),
-    Cause.MANY_INSTANCES: (("rollout.instances=16", "rollout.engine.max_running=2"), lambda: World(length=even)),
+    Cause.MANY_INSTANCES: (("rollout.instances=16", "rollout.engine.max_running=1"), lambda: World(length=even)),
     Cause.KV_MEMORY: (
         ("rollout.engine.kv_tokens=64", "rollout.max_new_tokens=50", "rollout.engine.max_running=16"),
         lambda: World(length=even, train_s=0.2),
