@@ -40,7 +40,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "soak": ((),),
     "sources": ((),),
     "endpoint": (("load",), ("identity",)),
-    "drafted": ((), ("--tables",)),
     "speculation": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }

@@ -35,7 +35,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import open_policy, read_batc
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.reward_statistics import PairedDifference, estimate, paired_difference
+from staleflow.stores.reward_statistics import MIN_PROMPTS, PairedDifference, estimate, paired_difference
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -115,8 +115,11 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
         raise ConfigError(f"{run_dir}: an emulated run has no weights")
     if config.has_environment or config.task.sources:
         raise ConfigError("bisect: environments and several task sources are evaluated by runs only")
-    if not config.task.eval_prompts:
-        raise ConfigError("bisect: task.eval_prompts = 0: there are no held-out prompts to measure on")
+    if config.task.eval_prompts < MIN_PROMPTS:
+        raise ConfigError(
+            f"bisect: task.eval_prompts = {config.task.eval_prompts}: at least {MIN_PROMPTS} held-out prompts are "
+            "needed"
+        )
     store = VersionedStore.pinned((run_dir / "store").resolve())
     num_steps = store.summary().num_steps
     if not 0 <= since < at <= num_steps:
@@ -276,7 +279,7 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
             reason="",
         )
         if reward_change is None:
-            return dataclasses.replace(result, reason="there are too few held-out prompts")
+            return dataclasses.replace(result, reason=f"fewer than {MIN_PROMPTS} held-out prompts were scored")
         if reward_change.mean >= 0 or reward_change.p >= P_LIMIT:
             reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
             return dataclasses.replace(result, reason=reason)

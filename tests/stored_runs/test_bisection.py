@@ -182,8 +182,8 @@ def test_invalid_versions_give_a_one_line_error(stored: Path, arguments: tuple[s
 def test_runs_that_cannot_be_measured_are_rejected(stored: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(stored, tmp_path / "copy"))
     text = (copy / "config.toml").read_text()
-    (copy / "config.toml").write_text(text.replace("eval_prompts = 12", "eval_prompts = 0"))
-    with pytest.raises(ConfigError, match=r"task.eval_prompts = 0: there are no held-out prompts"):
+    (copy / "config.toml").write_text(text.replace("eval_prompts = 12", "eval_prompts = 9"))
+    with pytest.raises(ConfigError, match=r"task.eval_prompts = 9: at least 10 held-out prompts are needed"):
         bisection.make_plan(copy, 0, 3)
 
 
