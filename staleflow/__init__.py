@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.stored_runs.bisection import Bisection as Bisection
+    from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison as Comparison
     from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult as RecomputeResult
     from staleflow.pipeline.stored_runs.response_texts import MessageSpan as MessageSpan
-    from staleflow.pipeline.stored_runs.reward_rescoring import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult as RescoreResult
     from staleflow.pipeline.stored_runs.stored_trajectories import ConsumedBatch as ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
@@ -121,7 +121,7 @@ _MODULES = {
     "ReplayResult": "staleflow.pipeline.jobs.replaying",
     "Tracker": "staleflow.pipeline.jobs.tracking",
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
-    "BranchDifference": "staleflow.pipeline.stored_runs.reward_rescoring",
+    "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
     "Comparison": "staleflow.pipeline.stored_runs.comparison",
     "MessageSpan": "staleflow.pipeline.stored_runs.response_texts",
     "ExportResult": "staleflow.pipeline.stored_runs.exporting",

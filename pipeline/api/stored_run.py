@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from staleflow.pipeline.jobs.replaying import ReplayResult
     from staleflow.pipeline.stored_runs.bisection import Bisection
+    from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison
     from staleflow.pipeline.stored_runs.exporting import ExportFormat, ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult
-    from staleflow.pipeline.stored_runs.reward_rescoring import BranchDifference, RescoreResult
+    from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult
     from staleflow.pipeline.stored_runs.unlearning import UnlearningResult
     from staleflow.pipeline.stored_runs.verification import Verification
@@ -227,7 +228,7 @@ class Run(RunData):
 
     def diff(self, first: str, second: str) -> BranchDifference:
         """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
-        from staleflow.pipeline.stored_runs.reward_rescoring import compare_branches
+        from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 
         return compare_branches(self._path, first, second)
 

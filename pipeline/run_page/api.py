@@ -20,9 +20,9 @@ from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, explain_not_comparable
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.stored_runs.comparison import compare, make_result_tables
 from staleflow.pipeline.stored_runs.response_texts import message_spans
-from staleflow.pipeline.stored_runs.reward_rescoring import compare_branches
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.views import make_facts, make_trajectory_view
 from staleflow.stores.auditing.audit import audit

@@ -27,7 +27,6 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
 from staleflow.pipeline.stored_runs.response_texts import make_detokenizer, make_messages
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
@@ -297,84 +296,3 @@ def _scorer(scoring: ScoringSettings) -> Scorer:
             cached[1].close()
         _per_thread.scorer = cached = (scoring, Scorer(scoring))
     return cached[1]
-
-
-IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
-"""Columns that no branch changes. Rows with equal values in them are the same row."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchDifference:
-    """Differences between two branches' rewards, over trajectories that were trained on."""
-
-    trajectories: int
-    changed: int
-    """Trajectories whose rewards differ."""
-    mean: tuple[float, float]
-    """Mean reward on each branch, without those that could not be computed."""
-    histogram: tuple[tuple[float, int, int], ...]
-    """(lower edge of the bin, trajectories in the first branch, in the second)."""
-    groups: int
-    order_changed: tuple[int, ...]
-    """Groups in which the better of two members became the worse."""
-    signal_second_only: tuple[int, ...]
-    """Groups whose rewards vary on the second branch only."""
-    signal_first_only: tuple[int, ...]
-    """Groups whose rewards vary on the first branch only."""
-
-
-def compare_branches(run_dir: Path, first: str, second: str) -> BranchDifference:
-    """Compare the rewards of two branches of a run's store.
-
-    Raises:
-        ConfigError: The branches are the same, or share no trajectory that was trained on.
-    """
-    path = run_dir / "store"
-    if first == second:
-        raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
-    first_store, second_store = (VersionedStore.open(path, branch=name) for name in (first, second))
-    tables = first_store.table(), second_store.table()
-    count = _num_common_rows(*tables)
-    table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
-    (positions,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
-    if not len(positions):
-        raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
-    positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]
-    first_rewards, second_rewards = table["reward"][positions], other["reward"][positions]
-    size = first_store.header.group_size
-    grouped_a, grouped_b = first_rewards.reshape(-1, size), second_rewards.reshape(-1, size)
-    ids = table["group"][positions].reshape(-1, size)[:, 0]
-    scored_a, scored_b = table["loss_mask"][positions] > 0, other["loss_mask"][positions] > 0
-    signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
-    signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
-    # Ties do not count as a changed order.
-    order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
-    order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
-    order_changed = ((order_a * order_b) < 0).any(axis=(1, 2))
-    edges = np.histogram_bin_edges(np.concatenate([first_rewards, second_rewards]), bins=10)
-    counts = [np.histogram(values, bins=edges)[0] for values in (first_rewards, second_rewards)]
-    return BranchDifference(
-        trajectories=len(positions),
-        changed=int((first_rewards != second_rewards).sum()),
-        mean=(_mean(first_rewards, scored_a), _mean(second_rewards, scored_b)),
-        histogram=tuple(
-            (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
-        ),
-        groups=len(ids),
-        order_changed=tuple(ids[order_changed].tolist()),
-        signal_second_only=tuple(ids[~signal_a & signal_b].tolist()),
-        signal_first_only=tuple(ids[signal_a & ~signal_b].tolist()),
-    )
-
-
-def _num_common_rows(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Number of leading rows that two branches have in common. The branches have different trajectories after steps
-    that were undone. A commit is common as a whole or not at all."""
-    rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
-    # A trajectory that was undone and sampled again keeps its id, but its text is stored elsewhere.
-    equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
-    return rows if equal.all() else int(np.argmin(equal))
-
-
-def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:
-    return float(rewards[scored].mean()) if scored.any() else 0.0

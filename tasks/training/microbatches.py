@@ -169,8 +169,8 @@ def message_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int 
     num_bytes, stop = 0, start
     while stop < len(consumed):
         trajectory = consumed[stop].trajectory
-        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
-        num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
+        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 37 besides.
+        num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 37
         if num_bytes > max_bytes and stop > start:
             break
         stop += 1

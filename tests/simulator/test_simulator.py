@@ -279,7 +279,7 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         whole = bound_of(config, trace.steps)
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
         assert 0 < measures.share_of_bound <= 1.15
-        assert any("<- the roofline" in line for line in explanation(config, measures))
+        assert any("<- the bound" in line for line in explanation(config, measures))
 
 
 def test_a_very_long_step_is_no_deadlock_and_a_deadlock_raises_run_stuck() -> None:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.stored_runs.pool import local_pool
-from staleflow.pipeline.stored_runs.reward_rescoring import compare_branches
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.repository import repository_at

@@ -183,7 +183,7 @@ def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
         values("certificate.json", store=store)(moved)
         result = command("verify", moved)
         require_one_line(result.returncode, result.stdout, result.stderr)
-        assert "put it into checkpoints/ of job" in result.stderr
+        assert "move it into checkpoints/ of job" in result.stderr
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import staleflow.stores.reward_statistics
-from staleflow.pipeline.stored_runs.reward_rescoring import compare_branches
+from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.strategies.filtering import DropNoSignal
 from staleflow.stores.reward_statistics import has_signal
 from staleflow.stores.trajectories import derived_branches
