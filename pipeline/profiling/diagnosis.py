@@ -194,8 +194,8 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
         return diagnosis(
             cause=Cause.WEIGHTS,
             finding=f"{waits}, and instances load weights {waiting_times.share(waiting_times.pull_s):.0%} of that",
-            advice="take larger steps (batch.groups_per_step), publish bfloat16 instead of float32 (model.dtype), or use a "
-            "faster network if there are several hosts",
+            advice="take larger steps (batch.groups_per_step), publish bfloat16 instead of float32 (model.dtype), or "
+            "use a faster network if there are several hosts",
             halved_keys=("simulation.pull_s",),
         )
     runs = f"instances run {waiting_times.running:.0f} of {sizes.max_running}"
