@@ -345,7 +345,7 @@ def link(job: Job, *, displayed: bool) -> str:
 
 
 def default_job(jobs: list[Job]) -> Job | None:
-    """Return the job to show by default: the newest running one, else the newest with steps, else the newest."""
+    """Return the job to show by default: the newest that runs, else the newest with steps, else the newest."""
     running = [job for job in jobs if job.state == "running"]
     return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
 

@@ -7,6 +7,7 @@ journal that replays to the same commands.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from staleflow.pipeline.runtime.membership import FLUSH_TIMEOUT_S
@@ -56,7 +57,8 @@ def test_a_stop_takes_effect_when_the_next_batch_is_ready(body: Body) -> None:
     run.check_kept()
 
 
-def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> None:
+def stop_while_sampling(body: Body, *overrides: str, faults: Sequence[Fault] = ()) -> tuple[Run, float]:
+    """Stop a run that samples. Returns the run, and the seconds from the stop to its end."""
     when = 0.0
 
     async def meanwhile(run: Run) -> None:
@@ -65,28 +67,23 @@ def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> Non
         when = asyncio.get_running_loop().time()
         run.driver.stop("terminated")
 
-    run = body.run(world=World(length=lambda _: 90), meanwhile=meanwhile)
+    run = body.run(*overrides, world=World(length=lambda _: 90), faults=faults, meanwhile=meanwhile)
+    run.check_kept()
     assert run.error is None
+    return run, run.ended_s - when
+
+
+def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> None:
+    run, seconds = stop_while_sampling(body)
     assert run.outcomes.stopped == "terminated"
     assert [r.kind for r in run.records] == ["end"]
-    assert run.ended_s - when < 1.1
-    run.check_kept()
+    assert seconds < 1.1
 
 
 def test_a_stop_waits_for_a_silent_instance_for_the_flush_timeout_only(body: Body) -> None:
-    when = 0.0
-
-    async def meanwhile(run: Run) -> None:
-        nonlocal when
-        await until(run, lambda: "route" in run.workers.methods("rollout-0"))
-        when = asyncio.get_running_loop().time()
-        run.driver.stop("terminated")
-
     faults = [Fault(actor="rollout-0", method="flush", silent="before")]
-    run = body.run("deadlines.call_s=60", world=World(length=lambda _: 90), faults=faults, meanwhile=meanwhile)
-    assert run.error is None
-    assert run.ended_s - when < FLUSH_TIMEOUT_S + 1.1
-    run.check_kept()
+    _, seconds = stop_while_sampling(body, "deadlines.call_s=60", faults=faults)
+    assert seconds < FLUSH_TIMEOUT_S + 1.1
 
 
 def test_a_second_stop_does_not_wait_for_the_training_step(body: Body) -> None:
