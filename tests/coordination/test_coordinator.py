@@ -743,8 +743,8 @@ def test_cache_of_an_adapter_survives_a_pull() -> None:
     bench.arrive(1)
     assert commands_of(bench.finish(1), Train)
     assert [pull.instance for pull in commands_of(bench.publish(1), Pull)] == [A, B]
-    told = observation_event(bench)
-    assert [(r.instance, r.version) for r in commands_of(told, Route) if r.trajectory == 0] == [(A, 0)]
+    after_observation = observation_event(bench)
+    assert [(r.instance, r.version) for r in commands_of(after_observation, Route) if r.trajectory == 0] == [(A, 0)]
     bench = bench_with_environment(adapters=True, eta=1)
     bench.arrive(1)
     bench.finish(1)

@@ -120,11 +120,11 @@ def test_drafts_are_used_at_low_and_not_at_high_concurrency() -> None:
 
 
 def test_an_instance_drafts_less_as_concurrency_grows() -> None:
-    drafts, told = DraftLengthPlanner(COST, 4), []
+    drafts, chosen_lengths = DraftLengthPlanner(COST, 4), []
     for running in (1, 2, 4, 8, 16):
-        told.append(dict(drafts.choose_changes(fleet_of(a=running))).get(0, 0))
-    assert told == sorted(told, reverse=True)
-    assert (told[0], told[-1]) == (4, 0)
+        chosen_lengths.append(dict(drafts.choose_changes(fleet_of(a=running))).get(0, 0))
+    assert chosen_lengths == sorted(chosen_lengths, reverse=True)
+    assert (chosen_lengths[0], chosen_lengths[-1]) == (4, 0)
 
 
 def test_rejected_drafts_stop_and_are_retried_later() -> None:
@@ -137,8 +137,8 @@ def test_rejected_drafts_stop_and_are_retried_later() -> None:
     fleet.set_draft_length(fleet[0], 4)
     observe_report(drafts, A, 4, steps(4, length=4, acceptance=0.0))
     drafts.compute_best_lengths(fleet)
-    (told,) = drafts.choose_changes(fleet)
-    assert told[1] <= 1
+    (chosen_lengths,) = drafts.choose_changes(fleet)
+    assert chosen_lengths[1] <= 1
     for _ in range(30):
         drafts.decay_statistics()
     fleet.set_draft_length(fleet[0], 0)

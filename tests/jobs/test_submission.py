@@ -47,10 +47,10 @@ async def registered_jobs(jobs: Jobs) -> list[dict[str, Any]]:
 
 async def test_a_submitted_job_is_in_the_queue(job: Path) -> None:
     async with jobs_on(0) as jobs:
-        told = await submit(jobs, job)
-        assert told["why"].startswith("needs 3 worker processes")
-        assert [item["id"] for item in await registered_jobs(jobs)] == [told["id"]]
-        assert await jobs.runs(told["id"]) == "no-worker"
+        reply = await submit(jobs, job)
+        assert reply["why"].startswith("needs 3 worker processes")
+        assert [item["id"] for item in await registered_jobs(jobs)] == [reply["id"]]
+        assert await jobs.runs(reply["id"]) == "no-worker"
 
 
 async def test_a_submitter_killed_before_it_sent_the_driver_leaves_no_waiting_job(

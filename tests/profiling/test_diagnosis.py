@@ -168,14 +168,14 @@ def test_many_instances_is_not_diagnosed_if_a_simulation_needs_them(tmp_path: Pa
     """Five instances would sample as much on average, but the tails need eight to keep the trainer busy."""
     run = stored_simulation(tmp_path, "steps=14", "rollout.instances=8", "simulation.train_s=5.0")
     config = load_job(run)
-    found = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
-    assert found is not None
-    assert found.cause is Cause.MANY_INSTANCES
+    unchecked = compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert unchecked is not None
+    assert unchecked.cause is Cause.MANY_INSTANCES
     profile = profile_run(run)
-    at_first = simulate_change(run, profile, found, max_cpu_s=60.0)
+    at_first = simulate_change(run, profile, unchecked, max_cpu_s=60.0)
     assert at_first.ratio is not None
     assert at_first.ratio < LOSS_RATIO, "the simulation contradicts the averages"
-    diagnosis, expected = check_by_simulation(run, profile, found, 8, max_cpu_s=60.0)
+    diagnosis, expected = check_by_simulation(run, profile, unchecked, 8, max_cpu_s=60.0)
     assert expected.ratio is not None
     assert expected.ratio >= LOSS_RATIO
     line = make_diagnosis_entry(diagnosis, expected)["line"]

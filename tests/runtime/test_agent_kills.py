@@ -62,7 +62,7 @@ messages = [{"role": "user", "content": f"1+{task['seed'] % 10}"}]
 for turn in range(3):
     note(asks=turn)
     answer = asked(messages)
-    note(told=answer)
+    note(reply=answer)
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "so"}]
 note(ended=True)
 print(0.5)
@@ -93,7 +93,7 @@ def agent_records(folder: Path) -> Notes:
 def received_turns(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
     """Return the turns that an agent received."""
     results = []
-    for answer in (note["told"] for note in answers if "told" in note):
+    for answer in (note["reply"] for note in answers if "reply" in note):
         choice = answer["choices"][0]
         logprobs = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
         results.append((tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()))

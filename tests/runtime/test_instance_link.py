@@ -86,14 +86,14 @@ class Linked:
     stage: Stage
     link: Any
     tasks: list[asyncio.Task[None]]
-    told: list[tuple[float, Any]] = field(default_factory=list)
+    timed_events: list[tuple[float, Any]] = field(default_factory=list)
 
     def give(self, *commands: Any) -> None:
         for command in commands:
             self.stage.actors.instances[ONE].outbox.put_nowait(command)
 
     def events(self, *types: type[Any]) -> list[Any]:
-        return [event for _, event in self.told if isinstance(event, types)]
+        return [event for _, event in self.timed_events if isinstance(event, types)]
 
     def sent(self, *but: str) -> list[str]:
         """Return the methods called after the initial pull."""
@@ -121,7 +121,7 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
         one: Linked
         link = InstanceLink(
             stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0,
-            lambda event: one.told.append((time(), event)),
+            lambda event: one.timed_events.append((time(), event)),
         )  # fmt: skip
         tasks = [asyncio.ensure_future(work) for work in link.coroutines()]
         one = Linked(stage, link, tasks)
@@ -153,7 +153,7 @@ async def test_a_command_waits_for_the_reply_to_the_previous_one(body: Body) -> 
         assert link.sent() == ["pull"]
         await asyncio.sleep(1.0)
         assert link.sent() == ["pull", "route"]
-        ((at, finished),) = [(at, e) for at, e in link.told if isinstance(e, PullFinished)]
+        ((at, finished),) = [(at, e) for at, e in link.timed_events if isinstance(e, PullFinished)]
         assert finished == PullFinished(instance=ONE, version=V1)
         routed = next(c.at_s for c in link.stage.workers.calls if c.method == "route")
         assert at <= routed

@@ -30,13 +30,13 @@ class RecordingRewardWorkers:
 
 def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
     """Submit responses at these intervals; returns the reward workers and the time of each score."""
-    config, judges, told = body.config("batch.group_size=4", *overrides), RecordingRewardWorkers(seconds), {}
+    config, judges, scored_at = body.config("batch.group_size=4", *overrides), RecordingRewardWorkers(seconds), {}
 
     async def work() -> None:
         time = asyncio.get_running_loop().time
 
         def tell(event: TrajectoryScored) -> None:
-            told[int(event.trajectory)] = time()
+            scored_at[int(event.trajectory)] = time()
 
         scoring = ScoreQueue(config, judges, tell, time)  # type: ignore[arg-type]  # all of Actors that it uses here
         tasks = [asyncio.ensure_future(work) for work in scoring.coroutines()]
@@ -50,8 +50,8 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
         await asyncio.gather(*tasks, return_exceptions=True)
 
     virtual_time.run(work())
-    assert sorted(told) == sorted(trajectory for _, trajectory in puts)
-    return judges, told
+    assert sorted(scored_at) == sorted(trajectory for _, trajectory in puts)
+    return judges, scored_at
 
 
 def test_a_complete_group_is_scored_in_one_call_at_once(body: Body) -> None:
@@ -74,9 +74,9 @@ def test_waiting_responses_are_scored_with_a_complete_group(body: Body) -> None:
 
 
 def test_responses_are_divided_among_idle_workers(body: Body) -> None:
-    judges, told = score_responses(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
+    judges, scored_at = score_responses(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
     assert len({name for _, name, _ in judges.calls}) == 4
-    assert max(told.values()) == pytest.approx(3.0)
+    assert max(scored_at.values()) == pytest.approx(3.0)
 
 
 def test_incomplete_groups_are_forgotten(body: Body) -> None:

@@ -20,12 +20,12 @@ from tests.simulator.test_simulator import job, run
 def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: float) -> None:
     """Counted by the events of the coordinator, which exclude responses aborted while they run."""
     had: dict[int, int] = {}
-    told = 0
+    reported = 0
 
     def observe(now: float, event: Event, commands: list[Command]) -> None:
-        nonlocal told
+        nonlocal reported
         if isinstance(event, TrajectorySampled | TrajectoryInterrupted):
-            told += event.tokens - had.get(event.trajectory, 0)
+            reported += event.tokens - had.get(event.trajectory, 0)
             had[event.trajectory] = event.tokens
         elif isinstance(event, EnvironmentStepped):
             had[event.trajectory] = event.tokens
@@ -35,9 +35,9 @@ def test_sampled_tokens_are_either_trained_or_wasted(acts: bool, command_s: floa
     trace = run(config, observe=observe)
     measures = compute_stats(config, trace)
     trained = sum(step.tokens for step in trace.steps)
-    assert measures.sampled_tokens >= told > trained
+    assert measures.sampled_tokens >= reported > trained
     assert 0 < measures.wasted_tokens == measures.sampled_tokens - trained
-    assert measures.wasted_tokens >= told - trained
+    assert measures.wasted_tokens >= reported - trained
 
 
 def test_tokens_of_lost_instances_are_counted() -> None:

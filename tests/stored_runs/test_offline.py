@@ -153,9 +153,9 @@ def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
     from staleflow.tasks.rendering.chat_tokenizer import split_by_token
 
     tokens = list("a\u00e9\u4f60b".encode())
-    told = split_by_token(Bytes(), tokens)
-    assert "".join(told) == "a\u00e9\u4f60b"
-    assert told == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
+    texts = split_by_token(Bytes(), tokens)
+    assert "".join(texts) == "a\u00e9\u4f60b"
+    assert texts == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
 
 
 def test_docstring_examples_pass() -> None:

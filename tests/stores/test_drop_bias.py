@@ -180,15 +180,17 @@ def test_reward_difference_of_just_the_limit_is_reported(monkeypatch: pytest.Mon
 
 def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
-    told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
+    reported_bias = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
     (line,) = [item for item in command("store", "audit", run).stdout.splitlines() if "dropped responses" in item]
     assert line.startswith("  not trained on: dropped responses (")
     assert "times as long (p < .001)" in line
-    assert told["lines"][0] == line.strip()
-    assert told["others"][0]["name"] == "dropped"
-    assert told["never_trained"] > drop_bias.MIN_GROUPS
+    assert reported_bias["lines"][0] == line.strip()
+    assert reported_bias["others"][0]["name"] == "dropped"
+    assert reported_bias["never_trained"] > drop_bias.MIN_GROUPS
     page = Page(run)
-    assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"
+    assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == reported_bias["lines"], (
+        "of the whole run"
+    )
 
 
 def drop_kind(name: str, trajectories: int, **contrasts: Any) -> OutcomeStats:

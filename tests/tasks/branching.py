@@ -26,12 +26,12 @@ def branching_row(version: int = 0) -> EndedTrajectory:
         tokens = np.arange(first, last, dtype=np.int32)
         return sampled_segment(tokens, -tokens / 100, version=version)
 
-    def told(first: int, last: int, after: int | None = None) -> EnvSpan:
+    def reply(first: int, last: int, after: int | None = None) -> EnvSpan:
         return EnvSpan(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)
 
     spans = (
-        sampled(3, 5), told(5, 7), sampled(7, 9), told(9, 10, 0), sampled(10, 12), told(12, 13, 5), sampled(13, 15),
-        told(15, 16, 7), sampled(16, 18),
+        sampled(3, 5), reply(5, 7), sampled(7, 9), reply(9, 10, 0), sampled(10, 12), reply(12, 13, 5), sampled(13, 15),
+        reply(15, 16, 7), sampled(16, 18),
     )  # fmt: skip
     t = Trajectory(
         id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.arange(3, dtype=np.int32), spans=spans,

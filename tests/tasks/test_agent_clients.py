@@ -61,7 +61,7 @@ async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSessi
 async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
     openai = pytest.importorskip("openai")
     async with (
-        serving(f"I add. {CALL}", "It is 3.") as (server, session, told),
+        serving(f"I add. {CALL}", "It is 3.") as (server, session, turns),
         openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
@@ -71,10 +71,10 @@ async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
                 answer = await client.chat.completions.create(
                     model="m", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
                 )
-                assert tuple(answer.prompt_token_ids) == told[-1].prompt_tokens
-                assert tuple(answer.choices[0].token_ids) == told[-1].tokens
+                assert tuple(answer.prompt_token_ids) == turns[-1].prompt_tokens
+                assert tuple(answer.choices[0].token_ids) == turns[-1].tokens
                 result = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
-                assert result.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
+                assert result.tobytes() == np.asarray(turns[-1].logprobs, np.float32).tobytes()
                 return answer.choices[0].message
             async with client.chat.completions.stream(
                 model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
@@ -82,7 +82,7 @@ async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
                 async for _ in events:
                     pass
                 final = await events.get_final_completion()
-            assert final.usage.completion_tokens == len(told[-1].tokens)
+            assert final.usage.completion_tokens == len(turns[-1].tokens)
             return final.choices[0].message
 
         message = await ask()
@@ -99,7 +99,7 @@ async def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
 async def test_the_openai_client_receives_a_turn_up_to_its_stop_string(stream: bool) -> None:
     openai = pytest.importorskip("openai")
     async with (
-        serving("It is 3; or so", "yes") as (server, session, told),
+        serving("It is 3; or so", "yes") as (server, session, turns),
         openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
@@ -113,7 +113,7 @@ async def test_the_openai_client_receives_a_turn_up_to_its_stop_string(stream: b
         else:
             answer = await client.chat.completions.create(model="m", messages=messages, stop=[";", "!"], **more)
             text = answer.choices[0].message.content
-            assert tuple(answer.choices[0].token_ids) == told[0].tokens
+            assert tuple(answer.choices[0].token_ids) == turns[0].tokens
             assert answer.choices[0].finish_reason == "stop"
         assert text == "It is 3"
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
@@ -147,7 +147,7 @@ async def test_the_verifiers_train_client_accepts_the_endpoint_replies(
 
     folder = str(tmp_path / "qwen3")
     chat_tokenizer("qwen3").save_pretrained(folder)
-    async with serving("any") as (server, session, told):
+    async with serving("any") as (server, session, turns):
         base_url = server.base_url.replace("/v1", f"/session/{session.key}/v1")
         config = TrainClientConfig(
             base_url=base_url, api_key_var="NO_SUCH_KEY", renderer=Qwen3RendererConfig(),
@@ -158,9 +158,9 @@ async def test_the_verifiers_train_client_accepts_the_endpoint_replies(
         sampling = vf.SamplingConfig(temperature=1.0, max_tokens=9)
         response = await client.get_response(ChatDialect(), body, sampling, session_id="theirs")
         assert response.tokens is not None
-        assert response.tokens.completion_ids == list(told[0].tokens)
+        assert response.tokens.completion_ids == list(turns[0].tokens)
         result = np.asarray(response.tokens.completion_logprobs, np.float32)
-        assert result.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
+        assert result.tobytes() == np.asarray(turns[0].logprobs, np.float32).tobytes()
         await client.close()
 
 
@@ -201,7 +201,7 @@ async def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
     openai = pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
 
-    async with serving("first", "second", "third") as (server, session, told):
+    async with serving("first", "second", "third") as (server, session, turns):
         async with capture_server(server, session, capture_level="tokens") as (capture, base_url):
             recorded = capture.registry.create("rollout", purpose="train")
             messages: list[Any] = [{"role": "user", "content": "go"}]
@@ -213,5 +213,5 @@ async def test_openenv_captures_an_agent_without_a_fatal_finding() -> None:
         document = export_session(recorded)
         assert not [finding for finding in document["validation"] if "[FATAL" in str(finding)]
         nodes = recorded.graph.nodes()
-        assert [tuple(node.sampled_ids) for node in nodes] == [turn.tokens for turn in told]
+        assert [tuple(node.sampled_ids) for node in nodes] == [turn.tokens for turn in turns]
         assert len(recorded.graph.roots()) == 1

@@ -35,7 +35,7 @@ class ScriptedEnvironments:
 
     def __init__(self, answer: HostedStepResult, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
         self._answer, self._after_s, self.needs_token_ids = answer, after_s, needs_token_ids
-        self.told: list[SampledTurn | None] = []
+        self.latest_turns: list[SampledTurn | None] = []
 
     def build(self) -> ScriptedEnvironments:
         return self
@@ -51,7 +51,7 @@ class ScriptedEnvironments:
         truncated: bool,
         latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
-        self.told.append(latest_turn)
+        self.latest_turns.append(latest_turn)
         await asyncio.sleep(self._after_s)
         return self._answer
 
@@ -197,10 +197,10 @@ def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, mea
         says = ScriptedEnvironments(answer(4), needs_token_ids=True)
         (told,) = await scene.step(says, DelayedServer(scene, meanwhile))
         if meanwhile is no_change:
-            (turn,) = says.told
+            (turn,) = says.latest_turns
             assert turn is not None and turn.tokens == (0, 1, 2)
             return
-        assert says.told == [], "its agent received the next attempt or an accepted reply"
+        assert says.latest_turns == [], "its agent received the next attempt or an accepted reply"
         assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
 
     virtual_time.run(scenario())
