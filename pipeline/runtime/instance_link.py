@@ -25,10 +25,17 @@ from staleflow.tasks.actors.rollout_instance import RequestOutcome
 from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
-POLL_S = 0.5
-"""Maximum seconds that an instance waits for results in one poll. It returns at once when a request has ended."""
-REPORT_S = 0.5
-"""Seconds between two reports of an instance's progress."""
+POLL_S, REPORT_S = 0.5, 0.5
+"""Seconds that an instance waits for results in one poll, unless a request ends, and between two reports of its
+progress; see `fleet_factor`."""
+FULL_RATE_INSTANCES = 128
+"""Number of instances up to which each is polled and reports at these intervals."""
+
+
+def fleet_factor(num_instances: int) -> float:
+    """The factor by which the intervals of polls and reports grow with the fleet. Beyond `FULL_RATE_INSTANCES`
+    instances the driver's messages per second stay constant, apart from those with results."""
+    return max(1.0, num_instances / FULL_RATE_INSTANCES)
 
 
 class InstanceLink:
@@ -119,10 +126,11 @@ class InstanceLink:
 
     async def _receive_results(self) -> None:
         """Emit the results of finished requests."""
-        within_s = self._deadlines.call_s + POLL_S  # the actor argument adds as much for the call to the server
         while True:
+            poll_s = POLL_S * self._fleet_factor()
+            within_s = self._deadlines.call_s + poll_s  # the actor argument adds call_s for the call to the server
             outcomes: list[RequestOutcome] = await self._actors.ask(
-                self._name, "next_events", SERVER, POLL_S, deadline="call_s", within_s=within_s
+                self._name, "next_events", SERVER, poll_s, deadline="call_s", within_s=within_s
             )
             for outcome in outcomes:
                 draft_counts = {"drafted_tokens": outcome.drafted_tokens, "accepted_tokens": outcome.accepted_tokens}
@@ -144,7 +152,7 @@ class InstanceLink:
         initial_load: EngineLoad = await self._actors.ask(self._name, "report")
         instance.initial_load = previous_load = initial_load
         while True:
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(REPORT_S * self._fleet_factor())
             load: EngineLoad = await self._actors.ask(self._name, "report")
             stalled_s = self._stall_detector.observe(load, now_s(), loading=instance.is_loading)
             if stalled_s:
@@ -163,6 +171,9 @@ class InstanceLink:
                     instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_stats
                 )
             )
+
+    def _fleet_factor(self) -> float:
+        return fleet_factor(len(self._actors.instances))
 
     def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> events.DecodeStats:
         """Compute the statistics of the decode steps between two reports of the engine."""

@@ -221,14 +221,15 @@ class RolloutInstance:
             if self._refusal_reason:
                 await asyncio.sleep(timeout_s)
             return []
-        if self._spool_is_due() and not self._undelivered_events and not self._ended_turns:
+        until_spool_s = self._seconds_until_spool()
+        if until_spool_s <= 0 and not self._undelivered_events and not self._ended_turns:
             await self._spool(server)
             return []
         if self._fetches_drafts and asyncio.get_running_loop().time() >= self._drafts_fetched_s + DRAFT_FETCH_S:
             await self._fetch_draft_responses(server)
         if not self._undelivered_events and not self._ended_turns:
-            loop = asyncio.get_running_loop()
-            self._undelivered_events = await loop.run_in_executor(self._event_thread, self._engine.events, timeout_s)
+            loop, wait_s = asyncio.get_running_loop(), min(timeout_s, until_spool_s)
+            self._undelivered_events = await loop.run_in_executor(self._event_thread, self._engine.events, wait_s)
             if not await self._may_deliver(timeout_s):
                 return []
         turns, self._ended_turns = self._ended_turns, []
@@ -250,11 +251,12 @@ class RolloutInstance:
         engine_handover.unregister(self._engine)
         await asyncio.to_thread(self._engine.close)
 
-    def _spool_is_due(self) -> bool:
+    def _seconds_until_spool(self) -> float:
+        """Return the seconds until running responses' tokens are due for delivery; infinity if they never are."""
         now = asyncio.get_running_loop().time()
         if self._last_spool_s is None:
             self._last_spool_s = now
-        return 0 < self._spool_s <= now - self._last_spool_s
+        return self._last_spool_s + self._spool_s - now if self._spool_s else math.inf
 
     async def _spool(self, server: Any) -> None:
         """Send the tokens of running responses to the server. Does nothing while weights are loaded, which may take

@@ -242,6 +242,18 @@ async def test_progress_and_engine_busy_time_are_reported(body: Body) -> None:
         assert 2.0 < instance.busy_s < 2.6
 
 
+async def test_the_intervals_of_messages_grow_with_the_fleet(body: Body) -> None:
+    async with linked(body) as link:
+        instances, calls = link.stage.actors.instances, link.stage.workers.calls
+        instances |= {InstanceId(f"rollout-{i}"): instances[ONE] for i in range(1, 2048)}
+        await asyncio.sleep(1.0)  # until the waits of before are over
+        begin = len(calls)
+        await asyncio.sleep(160.0)
+        methods = [c.method for c in calls[begin:]]
+        assert methods.count("report") == 20, "320 in a small fleet"
+        assert methods.count("next_events") < 50, "320 in a small fleet; a delivery every 10 s ends a wait, too"
+
+
 SILENT = {
     "route": (6.0, "rollout-0 did not answer within 6 s (deadlines.call_s)"),
     "interrupt": (6.0, "rollout-0 did not answer within 6 s (deadlines.call_s)"),

@@ -314,6 +314,18 @@ async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_pat
     ]
 
 
+async def test_a_long_poll_does_not_delay_a_delivery(tmp_path: Path) -> None:
+    world = World(length=lambda _: 90)
+    server = make_server(world, tmp_path)
+    instance = make_instance(world, "one", 1.0)
+    await server.draw(0, 1)
+    await instance.route(server, (route_item(0, 1),))
+    for _ in range(2):  # the first ends as the delivery is due, the second delivers
+        assert await instance.next_events(server, 60.0) == []
+    assert asyncio.get_running_loop().time() < 1.1
+    assert len((await instance.report()).delivered) == 1
+
+
 async def test_each_delivery_starts_at_the_end_of_the_previous_one(tmp_path: Path) -> None:
     world = World(length=lambda _: 90)
     server = make_server(world, tmp_path)
