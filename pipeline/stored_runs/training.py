@@ -381,11 +381,9 @@ def _evaluate(plan: OfflinePlan, model: str, version: int, context: int, report:
     scores = held_out_scores(plan, model, version, context, report)
     if scores is None:
         return None
-    evaluation = Evaluation.summarize(
+    return Evaluation.summarize(
         version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
     )
-    report({"say": evaluation.line})
-    return evaluation
 
 
 def held_out_scores(
