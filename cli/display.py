@@ -32,6 +32,8 @@ from staleflow.stores.printable import printable
 
 BAR_CELLS = 24
 """Width of a staleness buffer's bar, in characters."""
+QUIET_S = 30.0
+"""In a pipe, seconds without a line after which one says how far the next step is."""
 
 
 class Display(RunListener):
@@ -45,7 +47,7 @@ class Display(RunListener):
         self.console = Console(stderr=True)
         self._live: Live | None = None
         self._doing = "starting"
-        self._begin = time.monotonic()
+        self._begin = self._last_line_s = time.monotonic()
 
     def __enter__(self) -> Display:
         # With -vv Dask's processes log too, and would write across a live view.
@@ -66,6 +68,7 @@ class Display(RunListener):
             self._print(text)
 
     def _print(self, text: str, *, markup: bool = False) -> None:
+        self._last_line_s = time.monotonic()
         self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
 
     def phase(self, doing: str) -> None:
@@ -85,6 +88,21 @@ class Display(RunListener):
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
         if self._live is not None:
             self._live.update(self._view(snapshot, report))
+        elif not self._verbosity and time.monotonic() - self._last_line_s >= QUIET_S:
+            self.line(self._progress(snapshot))
+
+    def _progress(self, snapshot: Snapshot) -> str:
+        """Describe how far the next step is, in one line."""
+        elapsed = f"[{time.monotonic() - self._begin:6.1f} s]"
+        if snapshot.training or not snapshot.buffers:
+            return f"{elapsed} {'training' if snapshot.training else self._doing}, step {snapshot.version}"
+        buffer, num_evaluated = snapshot.buffers[0], snapshot.num_eval_in_flight
+        evaluating = describe_progress(snapshot.evaluated_version, num_evaluated) if num_evaluated else ""
+        return (
+            f"{elapsed} step {buffer.step}: {sum(buffer.occupied.values())} of {buffer.capacity} groups are ready; "
+            f"{snapshot.num_running} trajectories sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
+            + (f"; {evaluating}" if evaluating else "")
+        )
 
     def _view(self, snapshot: Snapshot, report: RunReport) -> Group:
         config, steps = self._config, report.steps

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,6 +148,18 @@ def test_log_lines_are_complete_above_a_live_view() -> None:
     screen.feed(written.getvalue())
     received = [line.rstrip() for line in screen.lines if line.strip()]
     assert [line.partition(": ")[2] for line in received] == [f"step {step} is done" for step in range(3)]
+
+
+def test_a_pipe_gets_a_line_on_the_next_step_after_half_a_minute_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, written, now = loading.load(JOB), io.StringIO(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    coordinator = make_coordinator(config)
+    display = Display(config, quiet=False)
+    display.console = Console(file=written, width=200)
+    for now[0] in (29.0, 31.0, 32.0, 60.0, 62.0):
+        display.status(coordinator.snapshot(), RunReport())
+    line = "step 0: 0 of 16 groups are ready; 0 trajectories sampling, 0 queued, 0 scoring"
+    assert written.getvalue().splitlines() == [f"[  31.0 s] {line}", f"[  62.0 s] {line}"]
 
 
 def printed(
