@@ -100,7 +100,7 @@ class Display(RunListener):
         evaluating = describe_progress(snapshot.evaluated_version, num_evaluated) if num_evaluated else ""
         return (
             f"{elapsed} step {buffer.step}: {sum(buffer.occupied.values())} of {buffer.capacity} groups are ready; "
-            f"{snapshot.num_running} trajectories sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
+            f"trajectories: {snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
             + (f"; {evaluating}" if evaluating else "")
         )
 
