@@ -158,7 +158,7 @@ def test_a_pipe_gets_a_line_on_the_next_step_after_half_a_minute_of_silence(monk
     display.console = Console(file=written, width=200)
     for now[0] in (29.0, 31.0, 32.0, 60.0, 62.0):
         display.status(coordinator.snapshot(), RunReport())
-    line = "step 0: 0 of 16 groups are ready; trajectories: 0 sampling, 0 queued, 0 scoring"
+    line = "step 0: 0 of 16 groups are ready, trajectories: 0 sampling, 0 queued, 0 scoring"
     assert written.getvalue().splitlines() == [f"[  31.0 s] {line}", f"[  62.0 s] {line}"]
 
 
