@@ -99,8 +99,8 @@ class Display(RunListener):
         buffer, num_evaluated = snapshot.buffers[0], snapshot.num_eval_in_flight
         evaluating = describe_progress(snapshot.evaluated_version, num_evaluated) if num_evaluated else ""
         return (
-            f"{elapsed} step {buffer.step}: {sum(buffer.occupied.values())} of {buffer.capacity} groups are ready, trajectories: "
-            f"{snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
+            f"{elapsed} step {buffer.step}: {sum(buffer.occupied.values())} of {buffer.capacity} groups are ready, "
+            f"trajectories: {snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
             + (f"; {evaluating}" if evaluating else "")
         )
 
