@@ -98,10 +98,10 @@ class Display(RunListener):
             return f"{elapsed} {'training' if snapshot.training else self._doing}, step {snapshot.version}"
         buffer, num_evaluated = snapshot.buffers[0], snapshot.num_eval_in_flight
         evaluating = describe_progress(snapshot.evaluated_version, num_evaluated) if num_evaluated else ""
+        phases = f"{snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
         return (
             f"{elapsed} step {buffer.step}: {sum(buffer.occupied.values())} of {buffer.capacity} groups are ready, "
-            f"trajectories: {snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
-            + (f"; {evaluating}" if evaluating else "")
+            f"trajectories: {phases}" + (f"; {evaluating}" if evaluating else "")
         )
 
     def _view(self, snapshot: Snapshot, report: RunReport) -> Group:
