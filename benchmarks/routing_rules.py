@@ -10,7 +10,7 @@ import numpy as np
 
 from staleflow import Candidate, Loads, knob
 from staleflow.pipeline.strategies.routing import BoolArray
-from staleflow.tasks.emulation.cost_model import StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel
 
 ROUTING_RULES = {
     "random": "benchmarks.routing_rules:Random",
@@ -43,7 +43,7 @@ class ThroughputOptimal:
     """The rule of StaleFlow's authors (arXiv 2601.12784): the instance whose throughput gains most; declines if the
     gain is below mu times that of an empty instance."""
 
-    cost: StepCosts
+    cost: CostModel
     mu: float = knob(0.1, "least throughput gain, as a share of an empty instance's gain", low=0, high=1)
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:

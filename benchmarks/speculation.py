@@ -6,8 +6,6 @@ Each kind of engine samples the same groups in turn, in one process per kind tha
 round, each kind samples `--running` requests of one prompt to their end. Prompts are those that a stored run was
 trained on last, or three others. Rounds after the first see prompts again, as epochs do: what `responses` knows then is
 what ran here before. A processor second is that of the whole process, which other work on the machine changes little.
-`decided` drafts as `responses` does, as many tokens as the coordinator's rule says from reports of this engine, of
-which it knows nothing at first: its cost model is the default one.
 """
 
 from __future__ import annotations
@@ -16,18 +14,13 @@ import argparse
 import multiprocessing
 import os
 import resource
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
-from staleflow.pipeline.coordination.events import DecodeStats
-from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.engines.base import Engine, Request, SampledTokens
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.tasks.engines.base import Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 
@@ -39,19 +32,16 @@ PROMPTS = (
 KINDS = {
     "off": (0, "responses", 1000),
     "responses": (4, "responses", 1000),
-    "decided": (4, "responses", 0),
     "suffix": (4, "suffix", 1000),
 }
-"""By name: tokens drafted, what from, and up to how many requests; 0: it is decided."""
-REPORT_S = 0.2
-"""Seconds between two reports of an engine for which it is decided."""
+"""By name: tokens drafted, what from, and up to how many requests."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a causal LM with its tokenizer")
     parser.add_argument("--run", type=Path, help="folder of a stored run, of a model with the same tokens")
-    parser.add_argument("--kinds", nargs="+", default=["off", "responses", "decided"], choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=["off", "responses"], choices=KINDS)
     parser.add_argument("--running", nargs="+", type=int, default=[1, 4, 16], help="requests of a group")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is sampled")
@@ -106,7 +96,6 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     )
     while not any(isinstance(event, SampledTokens) for event in engine.events(1.0)):
         pass  # what is compiled and loaded at the first use is not measured
-    decides = Decides(engine, length) if not most_running else None
     asked.send("built")
     while (group := asked.recv()) is not None:
         running, _ = group
@@ -121,11 +110,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             )
             left = running
             while left:
-                if decides is not None:
-                    decides.report()  # first when they are placed, as the coordinator does
-                left -= sum(isinstance(event, SampledTokens) for event in engine.events(REPORT_S if decides else 1.0))
-            if decides is not None:
-                decides.decay_statistics()
+                left -= sum(isinstance(event, SampledTokens) for event in engine.events(1.0))
         after = engine.load_statistics()
         asked.send(
             (
@@ -155,45 +140,6 @@ def made_prompts(tokenizer: Any) -> list[tuple[int, ...]]:
         return [tuple(tokenizer("1+2")["input_ids"])] * len(PROMPTS)
     asked = ([{"role": "user", "content": text}] for text in PROMPTS)
     return [tuple(tokenizer.apply_chat_template(item, add_generation_prompt=True)["input_ids"]) for item in asked]
-
-
-class Decides:
-    """The coordinator's rule for one engine."""
-
-    def __init__(self, engine: Engine, most: int) -> None:
-        self._engine, self._load = engine, engine.load_statistics()
-        self._draft_lengths = DraftLengthPlanner(CostModel(), most)
-        self._fleet = MutableFleet()
-        self._one = self._fleet.add_instance(InstanceId("decided"), PolicyVersion(0), 16384, 64)
-        self._reported_s = time.monotonic()
-
-    def decay_statistics(self) -> None:
-        """What would be a training step's responses have ended."""
-        self._draft_lengths.decay_statistics()
-
-    def report(self) -> None:
-        """Tell it what the engine has decoded, if it is time, what runs now, and the engine what was decided."""
-        load, before = self._engine.load_statistics(), self._load
-        if time.monotonic() - self._reported_s >= REPORT_S:
-            self._reported_s, self._load = time.monotonic(), load
-            taken = DecodeStats(
-                running=load.running - load.waiting,
-                kv_tokens=load.kv_tokens,
-                seconds=load.busy_s - before.busy_s,
-                tokens=load.tokens_sampled - before.tokens_sampled,
-                drafts=load.drafts - before.drafts,
-                drafted_tokens=load.drafted_tokens - before.drafted_tokens,
-                accepted_tokens=load.accepted_tokens - before.accepted_tokens,
-            )
-            self._draft_lengths.observe(self._one.id, self._one.draft_length, taken)
-            self._draft_lengths.compute_best_lengths(self._fleet)
-        for gone in list(self._one.trajectories):
-            self._fleet.remove_trajectory(self._one, gone, 0)
-        for trajectory, _ in load.progress:
-            self._fleet.add_trajectory(self._one, trajectory, 0)
-        for row, length in self._draft_lengths.choose_changes(self._fleet):
-            self._fleet.set_draft_length(self._fleet[row], length)
-            self._engine.set_draft_length(length)
 
 
 def _processor_s() -> float:

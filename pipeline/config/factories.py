@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
 from staleflow.pipeline.coordination.strategy_set import StrategySet
@@ -16,7 +15,7 @@ from staleflow.pipeline.strategies.routing import ROUTING, CacheAffinity
 from staleflow.pipeline.strategies.samplers import SAMPLERS, InOrder
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
-from staleflow.tasks.emulation.cost_model import CostModel, StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.engine_settings import Speculation
@@ -32,31 +31,24 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
 
 
 def draft_settings(config: RunConfig) -> DraftSettings:
-    """The draft settings with which simulated and emulated instances start."""
+    """The draft settings of simulated and emulated instances."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
-        length=speculation.initial_length,
+        length=speculation.num_speculative_tokens,
         max_running=speculation.max_running,
         acceptance=config.workload.acceptance_rate,
     )
 
 
-def cost_with_drafts(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
+def cost_with_drafts(config: RunConfig, running: int) -> CostModel:
     """The cost model of an instance with this number of requests that drafts as the job says."""
     speculation = config.rollout.engine.speculation
-    return cost_while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running, kv_tokens)
+    return cost_while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running)
 
 
-def cost_while_drafting(
-    cost: CostModel, speculation: Speculation, acceptance: float, running: int, kv_tokens: float
-) -> CostModel:
-    """The cost model of an instance with this number of requests, with the best draft length if the coordinator sets
-    it, and with the configured one otherwise."""
-    if speculation.is_set_by_coordinator:
-        length = cost.best_length(running, kv_tokens, speculation.num_speculative_tokens, acceptance)
-    else:
-        length = speculation.num_speculative_tokens if running <= speculation.max_running else 0
-    return cost.drafting(length, acceptance)
+def cost_while_drafting(cost: CostModel, speculation: Speculation, acceptance: float, running: int) -> CostModel:
+    """The cost model of an instance with this number of requests."""
+    return cost.drafting(speculation.num_speculative_tokens if running <= speculation.max_running else 0, acceptance)
 
 
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
@@ -66,12 +58,10 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
     return EmulatedEpisodes(workload, faults)
 
 
-def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> StrategySet:
-    """Create the strategies that this job names. Raises ConfigError. costs: costs of decode steps; by default the job's
-    cost model."""
+def make_strategies(config: RunConfig) -> StrategySet:
+    """Create the strategies that this job names. Raises ConfigError."""
     rollout = config.rollout
-    costs = costs or rollout.cost
-    inputs = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
+    inputs = {"cost": rollout.cost, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     return StrategySet(
         admission=ADMISSION.make(config.staleness.admission, inputs),
         routing=ROUTING.make(rollout.routing, inputs),
@@ -80,12 +70,12 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         ),
         filtering=FILTERING.make(config.batch.filtering),
         migration=MIGRATION.make(rollout.migration, inputs),
-        step_costs=costs,
+        step_costs=rollout.cost,
         stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_failures=rollout.max_attempts,
         environments=config.has_environment,
         evaluation_share=config.evaluation.max_slot_share,
-        affinity=CacheAffinity(costs) if config.has_environment and rollout.cache_affinity else None,
+        affinity=CacheAffinity(rollout.cost) if config.has_environment and rollout.cache_affinity else None,
         mixture=_mixture(config),
         serves_many_versions=config.num_served_versions > 0,
         shares_gpus=config.shares_gpus,
@@ -116,11 +106,7 @@ def ledger_eta(config: RunConfig) -> int:
 
 def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -> Coordinator:
     """Create the coordinator of this job. validate_every_event: whether to check all invariants after every event."""
-    batch, cost = config.batch, config.rollout.cost
-    speculation = config.rollout.engine.speculation
-    drafts = DraftLengthPlanner(cost, speculation.num_speculative_tokens if speculation.is_set_by_coordinator else 0)
-    costs: StepCosts = drafts.costs if speculation.is_set_by_coordinator else cost
-    strategies = make_strategies(config, costs)
+    batch, strategies = config.batch, make_strategies(config)
     ledger = strategies.admission.make_ledger(
         eta=ledger_eta(config),
         groups_per_step=batch.groups_per_step,
@@ -130,4 +116,4 @@ def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -
         num_steps=config.steps,
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)
-    return Coordinator(ledger, strategies, forecast, drafts, validate_every_event=validate_every_event)
+    return Coordinator(ledger, strategies, forecast, validate_every_event=validate_every_event)

@@ -78,11 +78,6 @@ class CommandIssuer:
         self._state.start_pull(instance)
         self._commands.append(commands.Pull(instance=instance.id, version=instance.version))
 
-    def set_draft_length(self, instance: Instance, length: int) -> None:
-        """Set the maximum draft length of an instance."""
-        self._state.set_draft_length(instance, length)
-        self._commands.append(commands.SetDraftLength(instance=instance.id, length=length))
-
     # -- trajectories --------------------------------------------------------------------------------------------
 
     def route(self, trajectory: LiveTrajectory, instance: Instance) -> None:

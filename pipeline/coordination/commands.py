@@ -72,14 +72,6 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetDraftLength:
-    """Draft up to `length` tokens per decode step of a request; 0 disables drafting."""
-
-    instance: InstanceId
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Ask a reward worker for the reward of a trajectory."""
 
@@ -136,7 +128,7 @@ class FinishEvaluation:
     abandoned: bool = False
 
 
-InstanceCommand = Route | Interrupt | Abort | ReleaseCache | Pull | Sleep | SetDraftLength
+InstanceCommand = Route | Interrupt | Abort | ReleaseCache | Pull | Sleep
 """A command that is sent to a rollout instance."""
 Command = (
     InstanceCommand | FetchPrompts | Score | StepEnvironment | CloseEnvironment | Train | Discard | FinishEvaluation

@@ -19,7 +19,6 @@ from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.command_issuer import CommandIssuer
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.decision_log import CoordinatorInspection, DecisionLog, format_sampled_tokens
-from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.evaluation_pinning import PinPlanner
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
@@ -50,7 +49,6 @@ class Coordinator(CoordinatorInspection):
         ledger: StalenessLedger,
         strategies: StrategySet,
         forecast: LengthForecast,
-        draft_lengths: DraftLengthPlanner,
         *,
         validate_every_event: bool = False,
     ) -> None:
@@ -61,7 +59,6 @@ class Coordinator(CoordinatorInspection):
             shares_gpus=strategies.shares_gpus,
         )
         super().__init__(state, forecast, DecisionLog())
-        self._draft_lengths = draft_lengths
         self._strategies = strategies
         self._validate_every_event = validate_every_event
         self._stopped = False
@@ -186,8 +183,6 @@ class Coordinator(CoordinatorInspection):
         if instance is None:
             return
         self._state.record_progress(instance, event.progress, event.delivered)
-        if event.steps is not None:
-            self._draft_lengths.observe(event.instance, instance.draft_length, event.steps)
 
     def _on_sampled(self, event: events.TrajectorySampled) -> None:
         trajectory = self._state.get_running(event.trajectory, event.route_number)
@@ -278,7 +273,6 @@ class Coordinator(CoordinatorInspection):
 
     def _on_version_published(self, event: events.VersionPublished) -> None:
         self._state.publish(event.version)
-        self._draft_lengths.decay_statistics()
 
     def _on_stop_requested(self) -> None:
         self._stopped = True
@@ -288,7 +282,6 @@ class Coordinator(CoordinatorInspection):
 
     def _on_tick(self) -> None:
         self._state.flag_timed_decisions()
-        self._draft_lengths.compute_best_lengths(self._state.fleet)
         if not self._stopped and not self._state.trainer_has_gpus:
             for move in self._move_planner.plan_truncations():
                 self._issuer.move(move)
@@ -310,7 +303,6 @@ class Coordinator(CoordinatorInspection):
         if not self._state.trainer_has_gpus and self._state.pop_routing_changed():
             self._pin_instances()
             self._route_queue(max_routes)
-        self._set_draft_lengths()
 
     def _consume_batch(self) -> None:
         """Consume the next step's batch if it is ready. If GPUs are shared, a running evaluation must end first, since
@@ -368,11 +360,6 @@ class Coordinator(CoordinatorInspection):
                 self._issuer.route(trajectory, choice)
                 num_routed += 1
 
-    def _set_draft_lengths(self) -> None:
-        for row, length in self._draft_lengths.choose_changes(self._state.fleet):
-            instance = self._state.fleet[row]
-            self._issuer.set_draft_length(instance, length)
-
     def _remove_instance(self, instance_id: InstanceId, reason: str) -> None:
         """Remove a lost instance, and retry its trajectories elsewhere."""
         instance = self._state.fleet.get(instance_id)
@@ -382,7 +369,6 @@ class Coordinator(CoordinatorInspection):
                 if trajectory is not None:  # a sibling's last attempt may have ended it
                     self._retry(trajectory, Transition.INSTANCE_LOST, f"{instance_id} was lost: {reason}")
             self._state.remove_instance(instance)
-            self._draft_lengths.remove_instance(instance_id)
 
     def _retry(self, trajectory: LiveTrajectory, transition: Transition, note: str) -> None:
         """Queue a trajectory again, or abort it after too many failures."""

@@ -39,8 +39,6 @@ class Instance:
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
     num_eval_running: int = 0
     """Number of these that belong to an evaluation."""
-    draft_length: int = 0
-    """Maximum number of tokens that it drafts per decode step of a request, by the latest command."""
 
     @property
     def num_running(self) -> int:
@@ -56,7 +54,7 @@ class Fleet:
         self.serves_many_versions = serves_many_versions
         self._by_id: dict[InstanceId, Instance] = {}
         self._instances: list[Instance] = []
-        self._columns = np.zeros((6, 8))
+        self._columns = np.zeros((5, 8))
         self._distinct_versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
@@ -89,10 +87,6 @@ class Fleet:
     def served_versions(self) -> npt.NDArray[np.float64]:
         return self._columns[2, : len(self._instances)]
 
-    @property
-    def draft_lengths(self) -> npt.NDArray[np.float64]:
-        return self._columns[5, : len(self._instances)]
-
     def distinct_versions(self) -> list[PolicyVersion]:
         """The versions that instances serve, oldest first."""
         if self._distinct_versions is None:
@@ -104,7 +98,7 @@ class Fleet:
         after their running ones have grown to a typical length; otherwise some would be preempted. An empty instance
         has room for any trajectory."""
         count = len(self._instances)
-        running, used_kv_tokens, version, kv_capacity, max_running, _ = self._columns[:, :count]
+        running, used_kv_tokens, version, kv_capacity, max_running = self._columns[:, :count]
         needed_kv_tokens = np.maximum(used_kv_tokens + kv_tokens, (running + 1) * typical_kv_tokens)
         fits: BoolArray = (
             (version >= min_version) & (running < max_running) & ((needed_kv_tokens <= kv_capacity) | (running == 0))
@@ -116,7 +110,7 @@ class Fleet:
         count = len(self._instances)
         if not count:
             return "no instance"
-        running, _, version, _, max_running, _ = self._columns[:, :count]
+        running, _, version, _, max_running = self._columns[:, :count]
         is_new_enough = version >= min_version
         if not is_new_enough.any():
             return "version too old"
@@ -132,8 +126,7 @@ class Fleet:
             if instance.row != row:
                 raise ProtocolViolation(f"{instance.id} is in row {row}, not {instance.row}")
             expected_column = (
-                instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity,
-                instance.max_running, instance.draft_length,
+                instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity, instance.max_running,
             )  # fmt: skip
             if expected_column != tuple(self._columns[:, row]):
                 raise ProtocolViolation(
@@ -173,7 +166,7 @@ class MutableFleet(Fleet):
         self._instances.append(instance)
         self._by_id[instance_id] = instance
         self._distinct_versions = None
-        self._columns[3:, instance.row] = kv_capacity, max_running, 0
+        self._columns[3:, instance.row] = kv_capacity, max_running
         self._update(instance)
         return instance
 
@@ -212,10 +205,6 @@ class MutableFleet(Fleet):
         """Add KV tokens to the trajectories of an instance."""
         instance.kv_tokens += kv_tokens
         self._update(instance)
-
-    def set_draft_length(self, instance: Instance, length: int) -> None:
-        """Set the maximum draft length of an instance."""
-        instance.draft_length = self._columns[5, instance.row] = length
 
     def start_sleep(self, instance: Instance) -> None:
         """Mark an instance as asleep."""

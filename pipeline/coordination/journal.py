@@ -47,6 +47,8 @@ CODEC = Codec(
         Abort: ("cause", "route_number"),
     },
 )
+REMOVED_COMMAND = "SetDraftLength"
+"""Type of a command of earlier versions, which is not read."""
 OUTCOME_KEY = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""
 PART_BYTES = 64 * 2**20
@@ -211,9 +213,11 @@ class JournalReader:
                         self._require_heading(file, value, part)
                         continue
                     try:
+                        if REMOVED_COMMAND.encode() in line:
+                            value["commands"] = [c for c in value["commands"] if c["type"] != REMOVED_COMMAND]
                         entry = CODEC.decode(value, JournalEntry)
                         _check_entry(entry)
-                    except ValueError as error:
+                    except (ValueError, LookupError, TypeError) as error:
                         raise ConfigError(f"{file}, line {number}: {error}") from error
                     yield entry
             if not number and not last:

@@ -12,7 +12,7 @@ from staleflow.pipeline.coordination.state_view import StateView
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import StragglerRule
 from staleflow.pipeline.strategies.migration import InstanceLoad, Migration, MovableTrajectory
-from staleflow.tasks.emulation.cost_model import StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel
 
 MAX_SOURCE_SHARE = 0.125
 """Largest share of the instances that may be sources of migrations in one tick, since each move changes the loads that
@@ -41,7 +41,7 @@ class MovePlanner:
         migration: Migration,
         stragglers: StragglerRule,
         forecast: LengthForecast,
-        step_costs: StepCosts,
+        step_costs: CostModel,
     ) -> None:
         self._state = state
         self._migration = migration

@@ -367,10 +367,6 @@ class CoordinatorState(StateView):
                 trajectory.delivered_tokens = max(tokens, trajectory.delivered_tokens)
         self._fleet.add_kv_tokens(instance, added_tokens)
 
-    def set_draft_length(self, instance: Instance, length: int) -> None:
-        """Set the maximum draft length of an instance."""
-        self._fleet.set_draft_length(instance, length)
-
     def start_pull(self, instance: Instance) -> None:
         """Mark an instance as serving the published version, which it is about to load."""
         self._fleet.start_pull(instance, self.ledger.version)

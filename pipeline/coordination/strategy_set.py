@@ -10,7 +10,7 @@ from staleflow.pipeline.strategies.filtering import Filtering, StragglerRule
 from staleflow.pipeline.strategies.migration import Migration
 from staleflow.pipeline.strategies.routing import CacheAffinity, Routing
 from staleflow.pipeline.strategies.synchronization import Synchronization
-from staleflow.tasks.emulation.cost_model import StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class StrategySet:
     synchronization: Synchronization
     filtering: Filtering
     migration: Migration
-    step_costs: StepCosts
+    step_costs: CostModel
     """Costs of decode steps."""
     stragglers: StragglerRule = StragglerRule()
     max_failures: int = 3

@@ -83,7 +83,7 @@ class JobSizes:
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = cost_while_drafting(self.cost_model, self.speculation, self.acceptance, num_running, kv_tokens)
+        cost = cost_while_drafting(self.cost_model, self.speculation, self.acceptance, num_running)
         return cost.mean_step_s(running, kv_tokens)
 
 

@@ -15,7 +15,6 @@ from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.engines.engine_settings import Speculation
 
 PLACEHOLDER_COST_MODEL = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
 """Cost model for a `TimeTracker` whose comparison with a cost model is not used, only its fit."""
@@ -65,15 +64,10 @@ def profile_run(run_dir: Path) -> Profile:
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
     group_size = batch.get("group_size", 1) + batch.get("extra_members", 0)
     verify_share = rollout.get("cost", {}).get("verify_share", 1.0)
-    speculation_settings = rollout.get("engine", {}).get("speculation", {})
-    speculation = Speculation(
-        num_speculative_tokens=speculation_settings.get("num_speculative_tokens", 0),
-        disable_above=speculation_settings.get("disable_above", 0),
-    )
     tracker = TimeTracker(
         replace(PLACEHOLDER_COST_MODEL, verify_share=verify_share), group_size,
         on_pull=rollout.get("on_pull", "keep"),
-        initial_draft_length=speculation.initial_length,
+        draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
     )  # fmt: skip
     for entry in journal.JournalReader(run_dir / "events.jsonl"):
         tracker.observe(entry.now, entry.event, entry.commands)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.profiling.fit import MIN_POINTS, CostModelFit, StepPoint, fit_steps
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.emulation.cost_model import CostModel, probability_at, tokens_per_step
@@ -111,8 +110,8 @@ def _fit_reports(
 ) -> CostModelFit:
     """Fit to the steps that instances reported, as they do in a job with speculative decoding.
 
-    There, drafts are long while few requests run, and short while many run, so the steps of all responses compute
-    similar numbers of tokens and do not determine the model. The time by which responses take longer is counted as
+    There, requests draft while few run and not while many run, so the steps of all responses compute similar numbers of
+    tokens and do not determine the model. The time by which responses take longer is counted as
     delay.
     """
     fit = fit_steps([replace(point, ended_responses=0.0) for point in _average(report_rows)])
@@ -162,30 +161,20 @@ def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Draft statistics, summed over reports. num_steps: number of steps by maximum draft length. drafted_tokens,
-    accepted_tokens: numbers of tokens."""
+    """Draft statistics of steps that may have drafts. length: maximum draft length of the job. num_steps: number of
+    steps, summed over requests. drafted_tokens, accepted_tokens: numbers of tokens."""
 
-    num_steps: dict[int, int] = field(default_factory=dict)
+    length: int = 0
+    num_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
-    def add(self, decode_stats: DecodeStats, length: int) -> None:
-        """Add a report of an instance that drafts up to `length` tokens."""
-        if decode_stats.drafts:
-            self.add_steps(
-                length,
-                decode_stats.tokens - decode_stats.accepted_tokens,
-                decode_stats.drafted_tokens,
-                decode_stats.accepted_tokens,
-            )
-
-    def add_steps(self, length: int, num_steps: int, drafted_tokens: int, accepted_tokens: int) -> None:
-        """Add `num_steps` steps with `drafted_tokens` draft tokens in total, and at most `length` in each."""
-        if not length or num_steps <= 0:
-            return
-        self.num_steps[length] = self.num_steps.get(length, 0) + num_steps
-        self.drafted_tokens += drafted_tokens
-        self.accepted_tokens += accepted_tokens
+    def add_steps(self, num_steps: int, drafted_tokens: int, accepted_tokens: int) -> None:
+        """Add `num_steps` steps with `drafted_tokens` draft tokens in total."""
+        if self.length and num_steps > 0:
+            self.num_steps += num_steps
+            self.drafted_tokens += drafted_tokens
+            self.accepted_tokens += accepted_tokens
 
     @property
     def acceptance(self) -> float | None:
@@ -195,18 +184,12 @@ class DraftStats:
         """
         if not self.num_steps:
             return None
-
-        def sampled_tokens(acceptance: float) -> float:
-            return sum(steps * tokens_per_step(length, acceptance) for length, steps in self.num_steps.items())
-
-        return probability_at(sampled_tokens, sum(self.num_steps.values()) + self.accepted_tokens)
+        return probability_at(lambda a: tokens_per_step(self.length, a), 1 + self.accepted_tokens / self.num_steps)
 
     def cost_model(self, model: CostModel) -> CostModel:
         """Cost model for use with `acceptance`: verify_share is scaled by the ratio of draft tokens to their
         maximum."""
-        max_drafted = sum(length * steps for length, steps in self.num_steps.items())
-        return (
-            replace(model, verify_share=model.verify_share * self.drafted_tokens / max_drafted)
-            if max_drafted
-            else model
-        )
+        if not self.num_steps:
+            return model
+        share = self.drafted_tokens / (self.length * self.num_steps)
+        return replace(model, verify_share=model.verify_share * share)

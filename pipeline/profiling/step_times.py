@@ -180,7 +180,6 @@ class ReportSums(NamedTuple):
     """Sums of an instance at the time of a report, see `TrackedInstance`."""
 
     updated_s: float
-    num_length_changes: int
     num_pulls: int
     trajectory_seconds: float
     kv_token_seconds: float
@@ -195,10 +194,7 @@ class TrackedInstance:
     name: InstanceId
     kv_capacity: int
     max_running: int
-    draft_length: int
     updated_s: float
-    num_length_changes: int = 0
-    """Number of times that `draft_length` has changed."""
     last_report: ReportSums | None = None
     running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0

@@ -40,20 +40,17 @@ class TimeTracker:
         cost_model: Cost model that measured speeds are compared with.
         group_size: Trajectories of a group.
         on_pull: The job's rollout.on_pull: what loading weights does to running requests.
-        initial_draft_length: Maximum draft length of an instance before its first `SetDraftLength`.
+        draft_length: Maximum draft length of the job.
 
     Attributes:
         finished_steps: Times of each finished training step.
         latency_tracker: Latencies of everything but decoding.
     """
 
-    def __init__(
-        self, cost_model: CostModel, group_size: int, *, on_pull: str = "keep", initial_draft_length: int = 0
-    ) -> None:
+    def __init__(self, cost_model: CostModel, group_size: int, *, on_pull: str = "keep", draft_length: int = 0) -> None:
         self._cost_model = cost_model
         self._on_pull = on_pull
         self._group_size = group_size
-        self._initial_draft_length = initial_draft_length
         self._now = 0.0
         self._training = False
         self._instances: dict[InstanceId, TrackedInstance] = {}
@@ -70,7 +67,7 @@ class TimeTracker:
         self._samples = StepSamples()
         self.finished_steps: list[StepTimes] = []
         self.latency_tracker = LatencyTracker()
-        self._reported_draft_stats, self._sampled_draft_stats = DraftStats(), DraftStats()
+        self._reported_draft_stats, self._sampled_draft_stats = DraftStats(draft_length), DraftStats(draft_length)
 
     def observe(self, now: float, event: events.Event, new_commands: Iterable[commands.Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
@@ -163,9 +160,7 @@ class TimeTracker:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
             case events.InstanceJoined():
-                instance = TrackedInstance(
-                    event.instance, event.kv_capacity, event.max_running, self._initial_draft_length, self._now
-                )
+                instance = TrackedInstance(event.instance, event.kv_capacity, event.max_running, self._now)
                 self._instances[event.instance] = instance
                 self._fleet_counts.add(instance, 1)
             case events.InstanceLost():
@@ -207,7 +202,7 @@ class TimeTracker:
                 self.finished_steps.append(self._step)
                 self._step = StepTimes()
 
-    def _apply_command(self, command: commands.Command) -> None:  # noqa: PLR0912  one case per command
+    def _apply_command(self, command: commands.Command) -> None:
         match command:
             case commands.Route():
                 instance = self._instances.get(command.instance)
@@ -225,9 +220,6 @@ class TimeTracker:
                 self._in_environment[command.trajectory] = command.route_number
             case commands.Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
-            case commands.SetDraftLength() if command.instance in self._instances:
-                instance = self._instances[command.instance]
-                instance.draft_length, instance.num_length_changes = command.length, instance.num_length_changes + 1
             case commands.Train():
                 self._training = True
                 for trajectory in command.trajectories:
@@ -328,9 +320,7 @@ class TimeTracker:
     ) -> None:
         tokens = sampled.tokens - state.tokens_at_route
         steps = max(1, tokens - sampled.accepted_tokens)
-        self._sampled_draft_stats.add_steps(
-            self._initial_draft_length, steps, sampled.drafted_tokens, sampled.accepted_tokens
-        )
+        self._sampled_draft_stats.add_steps(steps, sampled.drafted_tokens, sampled.accepted_tokens)
         passed_s = self._now - state.routed_s
         seconds = passed_s - (instance.pull_s - state.pull_s)
         self._step.tokens += 0 if for_evaluation else tokens
@@ -379,16 +369,18 @@ class TimeTracker:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
         sums = ReportSums(
             self._now,
-            instance.num_length_changes,
             instance.num_pulls,
             instance.trajectory_seconds,
             instance.kv_token_seconds,
             instance.prefilled_tokens,
         )
         previous, instance.last_report = instance.last_report, sums
-        if previous is None or previous.num_length_changes != sums.num_length_changes:
+        if previous is None:
             return
-        self._reported_draft_stats.add(stats, instance.draft_length)
+        if stats.drafts:
+            self._reported_draft_stats.add_steps(
+                stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens
+            )
         passed_s, sampled_tokens = sums.updated_s - previous.updated_s, stats.tokens - stats.accepted_tokens
         trajectory_seconds, kv_token_seconds = (
             sums.trajectory_seconds - previous.trajectory_seconds,

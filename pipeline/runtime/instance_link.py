@@ -96,12 +96,6 @@ class InstanceLink:
             case commands.Abort() | commands.ReleaseCache():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, commands.Abort | commands.ReleaseCache))
                 await self._actors.ask(self._name, "abort", ids)
-            case commands.SetDraftLength():
-                await self._actors.ask(
-                    self._name,
-                    "set_draft_length",
-                    [c.length for c in batch if isinstance(c, commands.SetDraftLength)][-1],
-                )
             case commands.Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, commands.Interrupt))
                 for outcome in await self._actors.ask(self._name, "interrupt", SERVER, ids):

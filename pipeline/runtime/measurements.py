@@ -33,7 +33,7 @@ class Measurements:
         self._sizes = compute_sizes(config)
         self._tracker = TimeTracker(
             self._sizes.cost_model, config.oversampled_group_size, on_pull=config.rollout.on_pull,
-            initial_draft_length=config.rollout.engine.speculation.initial_length,
+            draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self._started_s = 0.0
         self._training_started_s = self._idle_started_s = 0.0

@@ -82,7 +82,7 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = config.rollout.cost
-        self._cost_alone = factories.cost_with_drafts(config, 1, 0.0)
+        self._cost_alone = factories.cost_with_drafts(config, 1)
         self._observe = observe
         self._members_per_group = config.oversampled_group_size
         self._has_environment = config.has_environment  # which may look a user's file up
@@ -110,7 +110,7 @@ class SimulatedRun:
         self._evaluations = SimulatedEvaluations(config, workload)
         self._tracker = TimeTracker(
             self._cost, self._members_per_group, on_pull=config.rollout.on_pull,
-            initial_draft_length=config.rollout.engine.speculation.initial_length,
+            draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self.trace = Trace(step_times=self._tracker.finished_steps)
 
@@ -271,8 +271,6 @@ class SimulatedRun:
                 instance.engine.remove(self._now, command.trajectory)
             case commands.ReleaseCache():
                 instance.engine.release_cache(command.trajectory)
-            case commands.SetDraftLength():
-                instance.engine.set_draft_length(self._now, command.length)
             case commands.Interrupt():
                 stopped = instance.engine.remove(self._now, command.trajectory)
                 if stopped is not None:

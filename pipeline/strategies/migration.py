@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from staleflow.tasks.emulation.cost_model import StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
@@ -76,7 +76,7 @@ class LargestGain(Migration):
     """Moves with a positive gain, earliest deadline first: seconds saved on the tokens left to sample, minus the
     seconds that the prefill costs all trajectories on the target. A decode step must also be faster on the target."""
 
-    cost: StepCosts = parameter()
+    cost: CostModel = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)
 
     def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:

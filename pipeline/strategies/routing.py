@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.strategies.migration import InstanceLoad
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
+from staleflow.tasks.emulation.cost_model import CostModel, Numbers
 from staleflow.tasks.settings.knobs import parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 from staleflow.tasks.settings.user_code import error_text
@@ -113,7 +113,7 @@ class DeadlineRouting(Routing):
     its running ones. A step waits for every reserved entry, so no instance should fall behind with the oldest
     trajectories."""
 
-    cost: StepCosts = parameter()
+    cost: CostModel = parameter()
 
     def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         step_after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
@@ -124,7 +124,7 @@ class DeadlineRouting(Routing):
 class CacheAffinity:
     """Compares the time of a prefill, which delays all requests of an instance, with slower decoding."""
 
-    step_costs: StepCosts
+    step_costs: CostModel
 
     def prefers_cached(
         self, cached_load: InstanceLoad, preferred_load: InstanceLoad, kv_tokens: int, remaining_tokens: float

@@ -164,11 +164,6 @@ class RolloutInstance:
         """Stop sampling trajectories, and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
 
-    async def set_draft_length(self, length: int) -> None:
-        """Set the maximum number of draft tokens per request in one decode step."""
-        await self._command(self._engine.set_draft_length, length)
-        self._drafts_fetched_s = -math.inf  # fetch responses to draft from without delay
-
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the engine's current weights."""
         return await self._command(self._engine.logprobs, tokens)

@@ -122,7 +122,8 @@ class SimulatedBatch:
         self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
     ) -> None:
         self._base_cost = cost
-        self._set_drafting(drafting or DraftSettings())
+        self._drafting = drafting or DraftSettings()
+        self._drafting_cost = cost.drafting(self._drafting.length, self._drafting.acceptance)
         self._drafts = DraftedTokens()  # of a request that has decoded since the start
         self._kv_capacity = kv_capacity
         self._max_running = max_running
@@ -267,12 +268,6 @@ class SimulatedBatch:
         self._waiting.append(request)
         self._process_boundary()
 
-    def set_draft_length(self, now: float, length: int) -> None:
-        """Set the number of draft tokens per request and step."""
-        self._advance_to_boundary(now)
-        self._process_boundary()
-        self._set_drafting(replace(self._drafting, length=length))
-
     def release_cache(self, trajectory: int) -> None:
         """Drop the cached context of a trajectory. Running requests are not affected."""
         self._pop_cached(trajectory)
@@ -313,10 +308,6 @@ class SimulatedBatch:
         return loaded_s
 
     # -- internal ------------------------------------------------------------------------------------------------
-
-    def _set_drafting(self, drafting: DraftSettings) -> None:
-        self._drafting = drafting
-        self._drafting_cost = self._base_cost.drafting(drafting.length, drafting.acceptance)
 
     def _steps_to_turn_end(self) -> int | None:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""

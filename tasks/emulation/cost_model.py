@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,17 +40,6 @@ def probability_at(rising: Callable[[float], float], value: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < value else (low, middle)
     return high if high == 1.0 else low
-
-
-class StepCosts(Protocol):
-    """Costs of decode steps; see CostModel. In a step each running trajectory gains one token."""
-
-    @property
-    def prefill(self) -> float: ...
-
-    def step_s(self, running: int, kv_tokens: float) -> float: ...
-
-    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,23 +89,13 @@ class CostModel:
         A step of the returned model is the share of a verification step in which each running trajectory gains one
         token on average. With length 0, returns this model.
         """
-        return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
-
-    def verifying(self, drafted: float, tokens_per_step: float) -> CostModel:
-        """Return a copy of the model with costs per sampled token, for steps that verify `drafted` draft tokens and
-        sample `tokens_per_step` tokens of each trajectory on average."""
-        share = 1.0 / tokens_per_step
+        if not length:
+            return self
+        share = 1.0 / tokens_per_step(length, acceptance)
         return CostModel(
-            k1=self.k1 * share, k2=self.k2 * share, k3=self.k3 * (1.0 + self.verify_share * drafted) * share,
+            k1=self.k1 * share, k2=self.k2 * share, k3=self.k3 * (1.0 + self.verify_share * length) * share,
             k4=self.k4 * share, b=self.b * share, prefill=self.prefill, verify_share=self.verify_share,
         )  # fmt: skip
-
-    def best_length(self, running: int, kv_tokens: float, max_length: int, acceptance: float) -> int:
-        """Choose the draft length from 0 to `max_length` with the fewest seconds per token; of equal ones the
-        shortest."""
-        if not running:
-            return 0
-        return min(range(max_length + 1), key=lambda n: self.drafting(n, acceptance).step_s(running, kv_tokens))
 
     # -- decoding in closed form: between two changes n is fixed and the cache grows by n a step ------------------
 
@@ -137,42 +115,3 @@ class CostModel:
         if quadratic * seconds < 1e-12 * linear * linear:  # the cache is negligible: linear in time
             return seconds / linear
         return (math.sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)
-
-
-class DraftingCosts:
-    """Costs of decode steps of an instance whose draft length depends on its number of running trajectories. Without
-    drafts until `set_rates` is called."""
-
-    def __init__(self, cost: CostModel) -> None:
-        self._cost = cost
-        self._drafted, self._tokens_per_step = np.zeros(2), np.ones(2)
-        self._models: dict[int, CostModel] = {}
-
-    def set_rates(self, drafted: Numbers, tokens_per_step: Numbers) -> None:
-        """Set draft tokens and sampled tokens per step and trajectory, each for 0, 1, 2, ... running trajectories. The
-        last entry also holds for more."""
-        self._drafted, self._tokens_per_step = drafted, tokens_per_step
-        self._models.clear()
-
-    @property
-    def prefill(self) -> float:
-        return self._cost.prefill
-
-    def step_s(self, running: int, kv_tokens: float) -> float:
-        return self._model_for(running).step_s(running, kv_tokens)
-
-    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
-        cost, row = self._cost, np.minimum(running, len(self._tokens_per_step) - 1).astype(np.int64)
-        computed = running * (1.0 + cost.verify_share * self._drafted[row])
-        compute_s = np.maximum(cost.k2, cost.b + cost.k3 * computed) + cost.k4
-        seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._tokens_per_step[row]
-        return seconds
-
-    def _model_for(self, running: int) -> CostModel:
-        """Return the cost model of an instance with `running` trajectories."""
-        row = min(running, len(self._tokens_per_step) - 1)
-        model = self._models.get(row)
-        if model is None:
-            drafted, tokens_per_step = float(self._drafted[row]), float(self._tokens_per_step[row])
-            model = self._models[row] = self._cost.verifying(drafted, tokens_per_step)
-        return model

@@ -206,11 +206,6 @@ class Engine(Protocol):
 
     def load_statistics(self) -> EngineLoad: ...
 
-    def set_draft_length(self, length: int) -> None:
-        """Draft up to `length` tokens per request from the next step on. 0 disables drafting; lengths above the job's
-        rollout.engine.speculation.num_speculative_tokens count as that."""
-        ...
-
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         """The running trajectories for which the engine drafts from earlier responses to the same prompt. Empty for
         engines without such a drafter."""

@@ -248,12 +248,6 @@ class EmulatedEngine:
                 accepted_tokens=round(work.accepted),
             )
 
-    def set_draft_length(self, length: int) -> None:
-        with self._condition:
-            self._batch.set_draft_length(self._begin_call(), length)
-            self._collect_ended()
-            self._condition.notify_all()
-
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return ()
 

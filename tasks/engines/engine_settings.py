@@ -54,25 +54,14 @@ class Speculation:
         choices=("responses", "suffix"),
     )
     disable_above: int = knob(
-        0,
-        "most running requests with which an instance drafts (vLLM: disable_by_batch_size); 0: the coordinator decides "
-        "for each instance whether it drafts, and how many",
+        32,
+        "most running requests with which an instance drafts (vLLM: disable_by_batch_size); 0: no limit",
         low=0,
     )
 
     @property
-    def is_set_by_coordinator(self) -> bool:
-        """Whether the coordinator sets the draft length of each instance."""
-        return self.num_speculative_tokens > 0 and self.disable_above == 0
-
-    @property
-    def initial_length(self) -> int:
-        """Maximum draft length until the coordinator sets one, in tokens."""
-        return 0 if self.is_set_by_coordinator else self.num_speculative_tokens
-
-    @property
     def max_running(self) -> int:
-        """Number of running requests above which an instance does not draft, whatever the draft length."""
+        """Number of running requests above which an instance does not draft."""
         return self.disable_above or UNLIMITED_REQUESTS
 
 

@@ -197,7 +197,7 @@ class Drafter:
     """Drafts tokens for the running requests of one engine.
 
     Args:
-        max_length: Maximum length of a draft, in tokens; 0 drafts nothing. The attribute may be changed at any time.
+        max_length: Maximum length of a draft, in tokens.
         max_running: No drafts while more requests run.
         end_token_ids: Tokens that end a response.
         max_indexed_tokens: Tokens indexed for all prompts together, about.
@@ -210,7 +210,7 @@ class Drafter:
         end_token_ids: Collection[int] = (),
         max_indexed_tokens: int = MAX_INDEXED_TOKENS,
     ) -> None:
-        self.max_length = max_length
+        self._max_length = max_length
         self._max_running = max_running
         self._end_token_ids = frozenset(end_token_ids)
         self._max_indexed_tokens = max_indexed_tokens
@@ -253,7 +253,7 @@ class Drafter:
     def drafted_trajectories(self) -> tuple[TrajectoryId, ...]:
         """Trajectories for which drafts are made; empty while too many requests are running. Thread-safe."""
         trajectories = tuple(request.trajectory for request in tuple(self._requests.values()))
-        return trajectories if self.max_length and len(trajectories) <= self._max_running else ()
+        return trajectories if len(trajectories) <= self._max_running else ()
 
     def num_known_tokens(self, key: str) -> int | None:
         """Number of known tokens of a request, context and sampled ones; None if the request is unknown."""
@@ -279,14 +279,14 @@ class Drafter:
     def draft(self, key: str, limit: int) -> list[int]:
         """Up to `limit` tokens that a request is likely to sample next; often none."""
         request = self._requests.get(key)
-        if request is None or not self.max_length or len(self._requests) > self._max_running:
+        if request is None or len(self._requests) > self._max_running:
             return []
         if self._pending_responses:
             self._index_pending()
         match_length, matches = self._ensure_index(request).matches(request.text)
         predictions: list[_Prediction] = []
         count, likelihood = 0, 1.0
-        while matches and len(predictions) < self.max_length:
+        while matches and len(predictions) < self._max_length:
             votes = Counter(text.tokens[position] for text, position in matches)
             token, agreeing = votes.most_common(1)[0]
             length = min(match_length + len(predictions), MAX_MATCH_LENGTH)

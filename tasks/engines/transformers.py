@@ -90,10 +90,6 @@ class TransformersEngine(EngineThread):
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self._call(lambda: self._compute_logprobs(tokens)).result()
 
-    def set_draft_length(self, length: int) -> None:
-        if self._drafter is not None:
-            self._drafter.max_length = min(length, self._settings.speculation.num_speculative_tokens)
-
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -188,7 +184,6 @@ class TransformersEngine(EngineThread):
         self._draft_counts = DraftCounts()
         if self._drafter is not None:
             self._drafter.reset()
-            self._drafter.max_length = self._settings.speculation.initial_length
         if self._adapters is not None:
             self._adapters.clear()
 
@@ -247,7 +242,7 @@ class TransformersEngine(EngineThread):
                 f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the model "
                 "has layers whose states cannot remove rejected tokens; use 0"
             )
-        return Drafter(speculation.initial_length, speculation.max_running, self._settings.eos)
+        return Drafter(speculation.num_speculative_tokens, speculation.max_running, self._settings.eos)
 
     def _select_versions(self, rows: Sequence[BatchRow]) -> None:
         """Select the adapter of each row for the next pass; the newest for a probe."""

@@ -91,9 +91,6 @@ class VllmEngine(EngineThread):
         logprobs: tuple[float, ...] = result.result()
         return logprobs
 
-    def set_draft_length(self, length: int) -> None:
-        self._call(lambda: self._speculation.set_length(length))
-
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _make(self) -> None:

@@ -153,13 +153,12 @@ class VllmSpeculation:
         self.num_drafted_by_request: dict[str, int] = {}
         """Draft tokens that the last step verified, by request id."""
         self._speculation = speculation
-        self._length = speculation.initial_length
         self.drafter: Drafter | None = None
         if not speculation.num_speculative_tokens:
             return
         engine.collective_rpc(_install_verifier)
         if speculation.source == "responses":
-            self.drafter = Drafter(speculation.initial_length, speculation.max_running, end_token_ids)
+            self.drafter = Drafter(speculation.num_speculative_tokens, speculation.max_running, end_token_ids)
             engine.collective_rpc(_connect_proposer, args=(self.drafter,))
         self._scheduler = scheduler = engine.engine_core.engine_core.scheduler
         self._original_schedule = scheduler.schedule
@@ -172,20 +171,12 @@ class VllmSpeculation:
     def reset(self) -> None:
         """Drop all drafts and counts. Call while no request is running."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
-        self.set_length(self._speculation.initial_length)
         if self.drafter is not None:
             self.drafter.reset()
 
-    def set_length(self, length: int) -> None:
-        """Set the maximum length of drafts, at most what vLLM was configured for."""
-        self._length = min(length, self._speculation.num_speculative_tokens)
-        if self.drafter is not None:
-            self.drafter.max_length = self._length
-
     def _update_drafts(self, drafts: Any) -> None:
-        """Pass drafts, cut to the length limit, to the scheduler; drop them while too many requests run."""
-        if self._length and len(self._scheduler.running) <= self._speculation.max_running:
-            drafts.draft_token_ids = [draft[: self._length] for draft in drafts.draft_token_ids]
+        """Pass drafts to the scheduler; drop them while too many requests run."""
+        if len(self._scheduler.running) <= self._speculation.max_running:
             self._original_update_drafts(drafts)
 
     def _schedule_and_count(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@
     @MIGRATION.register("largest_gain")
     @dataclass(frozen=True, slots=True)
     class LargestGain(Migration):
-        cost: StepCosts = parameter()                           # filled in by Registry.make
+        cost: CostModel = parameter()                           # filled in by Registry.make
         gain: float = knob(0.2, "minimum gain", low=0, high=1)  # the job file's rollout.migration.gain
 
     class RolloutConfig:

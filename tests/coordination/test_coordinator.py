@@ -20,13 +20,11 @@ from staleflow.pipeline.coordination.commands import (
     ReleaseCache,
     Route,
     Score,
-    SetDraftLength,
     StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.decision_log import DecisionLog
-from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     EnvironmentStepped,
@@ -105,9 +103,7 @@ class Bench:
             serves_many_versions=adapters,
         )
         forecast = LengthForecast(100)
-        self.coordinator = Coordinator(
-            ledger, strategies, forecast, DraftLengthPlanner(cost, 0), validate_every_event=True
-        )
+        self.coordinator = Coordinator(ledger, strategies, forecast, validate_every_event=True)
         self.now = 0.0
         self.route_numbers: dict[int, int] = {}
 
@@ -241,17 +237,6 @@ def test_an_instance_is_drained_after_it_leaves_and_runs_nothing() -> None:
     bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
     assert bench.coordinator.is_drained(A)
     assert bench.coordinator.is_drained(B), "the instance is unknown"
-
-
-def test_a_draft_length_is_sent_once() -> None:
-    bench = Bench()
-    bench.coordinator._draft_lengths = DraftLengthPlanner(
-        CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4
-    )
-    bench.join()
-    (change,) = commands_of(bench.arrive(0), SetDraftLength)
-    assert (change.instance, bench.coordinator._state.fleet[0].draft_length) == (A, change.length)
-    assert commands_of(bench.tell(Tick()), SetDraftLength) == []
 
 
 def test_the_story_has_drafted_and_accepted_tokens() -> None:

@@ -251,7 +251,7 @@ ADDED = (
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"delivered":[[5,2]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"steps":{"type":"DecodeStats",'
     '"running":1,"kv_tokens":9,"seconds":0.5,"tokens":3,"drafts":1,"drafted_tokens":2,"accepted_tokens":1}},'
-    '"commands":[{"type":"SetDraftLength","instance":"b","length":4}]}',
+    '"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
     '{"now":1.5,"event":{"type":"EnvironmentStepped","trajectory":7,"route_number":1,"tokens":9},'
     '"commands":[{"type":"StepEnvironment","trajectory":7,"route_number":1},'
@@ -292,6 +292,13 @@ def test_fields_that_commands_had_in_the_previous_version_are_ignored(tmp_path: 
     assert entry.commands == (
         Interrupt(trajectory=TrajectoryId(19), instance=two), Abort(trajectory=TrajectoryId(4), instance=one)
     )  # fmt: skip
+
+
+def test_a_command_of_the_previous_version_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    removed, kept = '{"type":"SetDraftLength","instance":"b","length":4}', '{"type":"Score","trajectory":7}'
+    path.write_text(f'{{"now":1.5,"event":{{"type":"Tick"}},"commands":[{removed},{kept}]}}\n')
+    assert [entry.commands for entry in journal.JournalReader(path)] == [(Score(trajectory=TrajectoryId(7)),)]
 
 
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:

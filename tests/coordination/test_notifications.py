@@ -11,7 +11,6 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 
-from staleflow.pipeline.coordination.draft_lengths import DraftLengthPlanner
 from staleflow.pipeline.coordination.evaluations import MutableEvaluations
 from staleflow.pipeline.coordination.events import (
     DecodeStats,
@@ -45,7 +44,6 @@ from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     LengthForecast: ("observe", "remove_group"),
     EpisodeForecast: ("observe",),
-    DraftLengthPlanner: ("observe", "remove_instance", "decay_statistics", "compute_best_lengths"),
     MutableEvaluations: ("begin", "pin", "unpin_lost", "count_sampled", "end_trajectory", "close"),
     TruncationCounts: ("count_consumed", "add"),
     RunningMean: ("add",),
@@ -54,7 +52,6 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
 QUESTIONS = {
     LengthForecast: {"expected_remaining"},
     EpisodeForecast: {"expected_sampled_tokens"},
-    DraftLengthPlanner: {"choose_changes"},
     MutableEvaluations: {"unpin_idle_instances"},
     TruncationCounts: set(),
     RunningMean: set(),
@@ -88,9 +85,7 @@ class NotedBench(Bench):
             measured = self.coordinator._state.running_means
             means = {id(getattr(measured, field.name)): field.name for field in fields(RunningMeans)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
-        shown = {
-            MutableEvaluations: (), DraftLengthPlanner: args[:1] if name in ("observe", "remove_instance") else (),
-        }.get(type(subject), args[:2])  # fmt: skip
+        shown = () if isinstance(subject, MutableEvaluations) else args[:2]
         return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
 
 
@@ -221,19 +216,19 @@ CASES = (
         "an instance is lost",
         routed(eta=1, max_attempts=3),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(a)"),
+        ("MutableEvaluations.unpin_lost()",),
     ),
     Case(
         "one of two instances is lost",
         lambda: bench_of_two_instances(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
-        ("MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(b)"),
+        ("MutableEvaluations.unpin_lost()",),
     ),
     Case(
         "the last attempt of a trajectory is lost with its instance",
         routed(eta=1, max_attempts=0),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("LengthForecast.remove_group(0)", "MutableEvaluations.unpin_lost()", "DraftLengthPlanner.remove_instance(a)"),
+        ("LengthForecast.remove_group(0)", "MutableEvaluations.unpin_lost()"),
     ),
     Case(
         "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), ()
@@ -242,7 +237,7 @@ CASES = (
         "an instance reports what it has decoded",
         routed(eta=1),
         lambda bench: InstanceReported(instance=A, progress=((ZERO, 4),), steps=STEPS),
-        ("DraftLengthPlanner.observe(a)",),
+        (),
     ),
     Case(
         "a trajectory is sampled",
@@ -326,7 +321,7 @@ CASES = (
         "a version is published",
         lambda: trained(NotedBench(eta=1)),
         lambda bench: VersionPublished(version=V1),
-        ("publish_interval_s.add(5)", "DraftLengthPlanner.decay_statistics()"),
+        ("publish_interval_s.add(5)",),
     ),
     Case(
         "a stop ends what is in flight",
@@ -341,12 +336,12 @@ CASES = (
         ("MutableEvaluations.close()", "LengthForecast.remove_group(-1)"),
     ),
     Case("routing goes on after its limit", routed(eta=1), lambda bench: RoutingContinued(), ()),
-    Case("time passes", routed(eta=1), lambda bench: Tick(), ("DraftLengthPlanner.compute_best_lengths()",)),
+    Case("time passes", routed(eta=1), lambda bench: Tick(), ()),
     Case(
         "a straggler is told to end",
         straggling,
         lambda bench: Tick(),
-        ("DraftLengthPlanner.compute_best_lengths()", "TruncationCounts.add(1)"),
+        ("TruncationCounts.add(1)",),
     ),
     Case(
         "a straggler ends by itself before it could be cut off",

@@ -81,7 +81,6 @@ PACKAGES = (
         paths=("pipeline/coordination",),
         tests=DECISIONS,
         own={
-            "draft_lengths": ("tests/coordination/test_draft_lengths.py",),
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": (
                 "tests/coordination/test_coordinator.py", "tests/coordination/test_state.py",

@@ -1,19 +1,11 @@
-"""Speculation in virtual time: costs and gains of drafts, and what the coordinator learns."""
+"""Speculation in virtual time: costs and gains of drafts."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from staleflow.pipeline.config import actor_settings, factories
-from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Command, SetDraftLength
-from staleflow.pipeline.coordination.draft_lengths import estimate_rates
-from staleflow.pipeline.coordination.events import Event
-from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, DraftSettings, SimulatedBatch
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Turn
@@ -54,22 +46,11 @@ def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
     assert ends[0.5] < undrafted_s < ends[0.0]
 
 
-def test_the_best_draft_length_falls_with_concurrency() -> None:
-    lengths = [COST.best_length(running, 0.0, 4, 0.6) for running in (0, 1, 2, 8, 64, 1024)]
-    assert lengths == [0, 4, *sorted(lengths[2:], reverse=True)]
-    assert lengths[-1] == 0
-    for running, best in zip((1, 2, 8, 64), lengths[1:], strict=False):
-        took = [COST.drafting(n, 0.6).step_s(running, 0.0) for n in range(5)]
-        assert took[best] == min(took)
-    assert COST.best_length(1, 0.0, 4, 0.0) == 0
-
-
 def test_verify_share_scales_the_cost_of_drafted_tokens() -> None:
     dear = dataclasses.replace(COST, verify_share=3.0)
     assert dear.step_s(64, 0.0) == COST.step_s(64, 0.0)
     assert dear.drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
     assert dear.times(2.0).drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(2 * COST.step_s(64 * 7, 10.0))
-    assert [dear.best_length(n, 0.0, 4, 0.6) for n in (8, 64)] <= [COST.best_length(n, 0.0, 4, 0.6) for n in (8, 64)]
     took = [
         run(
             job(
@@ -107,83 +88,3 @@ def test_work_in_progress_is_counted_up_to_now() -> None:
     assert middle.accepted == pytest.approx(middle.tokens - middle.drafts)
     watched.advance(1e9)
     assert watched.work_by(1e9) == watched.work
-
-
-def test_a_new_draft_length_applies_from_the_next_step() -> None:
-    cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
-    instance = SimulatedBatch(
-        cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(max_running=8, acceptance=1.0)
-    )
-    instance.submit(0.0, 0, 1, 10, 0, (Turn(100),))
-    instance.advance(0.2)
-    instance.set_draft_length(0.2, 4)
-    instance.advance(0.24)
-    instance.set_draft_length(0.24, 0)
-    (ended,) = instance.advance(1e9)
-    assert ended.at_s == pytest.approx(0.2 + 50 / 5 * 0.004)
-    assert ended.drafts.counts() == {"drafted_tokens": 40, "accepted_tokens": 40}
-
-
-COST_OF_JOB = job().rollout.cost
-DECIDED = {
-    "rollout__engine__speculation__num_speculative_tokens": 6,
-    "workload__median": 200.0,
-    "rollout__max_new_tokens": 2000,
-}
-
-
-def run_with_draft_lengths(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
-    """Run a job; returns the run and, for each SetDraftLength, the running requests of its instance and the length."""
-    results: list[tuple[int, int]] = []
-
-    def observe(_: float, event: Event, commands: list[Command]) -> None:
-        for command in commands:
-            if isinstance(command, SetDraftLength):
-                results.append((simulated_run.coordinator.num_running_by_instance()[command.instance], command.length))
-
-    simulated_run = SimulatedRun(
-        config, actor_settings.make_workload(config), validate_every_event=True, observe=observe
-    )
-    simulated_run.run()
-    return simulated_run, results
-
-
-@pytest.mark.parametrize("acceptance", [0.2, 0.9])
-def test_the_coordinator_estimates_the_acceptance_rate(acceptance: float) -> None:
-    """From reports alone; it drafts more where more is accepted and at lower concurrency."""
-    one, commands = run_with_draft_lengths(job(workload__acceptance_rate=acceptance, **DECIDED))
-    drafts = one.coordinator._draft_lengths
-    assert drafts is not None
-    assert estimate_rates(drafts._stats, drafts._max_length).acceptance == pytest.approx(acceptance, abs=0.1)
-    assert commands
-    alone = drafts.costs.step_s(1, 0)
-    assert alone == pytest.approx(min(COST_OF_JOB.drafting(n, acceptance).step_s(1, 0) for n in range(7)), rel=0.1)
-
-
-def test_useless_drafts_cost_at_most_two_percent() -> None:
-    """No draft is accepted, and verification costs as much as decoding."""
-    costly = {"rollout__cost__k2": 0.0, "rollout__cost__k3": 0.005, "rollout__cost__k4": 0.0, "rollout__cost__b": 0.0}
-    plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__num_speculative_tokens": 0})))
-    drafting = run(job(workload__acceptance_rate=0.0, **DECIDED, **costly))
-    assert drafting.finished_s < 1.02 * plain.finished_s
-    drafted = sum(i.work.drafted for i in drafting.instances)
-    assert drafted < 0.02 * sum(i.work.tokens for i in drafting.instances)
-
-
-def test_decided_lengths_are_as_good_as_any_fixed_limit() -> None:
-    config = {"workload__acceptance_rate": 0.6, **DECIDED, "staleness__eta": 0}
-    fixed = [
-        run(job(**config, rollout__engine__speculation__disable_above=most)).finished_s for most in (1, 2, 4, 8, 16)
-    ]
-    assert run(job(**config)).finished_s < 1.03 * min(fixed)
-
-
-def test_a_run_with_decided_draft_lengths_replays_to_the_same_commands(tmp_path: Path) -> None:
-    config, path = job(workload__acceptance_rate=0.6, **DECIDED), tmp_path / "events.jsonl"
-    written = journal.Journal(path)
-    simulated_run = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
-    simulated_run.run()
-    written.close()
-    assert simulated_run.trace.commands["SetDraftLength"] > 0
-    replayed = journal.replay(factories.make_coordinator(config), journal.JournalReader(path))
-    assert replayed.difference == ""

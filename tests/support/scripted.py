@@ -325,9 +325,6 @@ class VirtualEngine:
             except TimeoutError:
                 continue
 
-    def set_draft_length(self, length: int) -> None:
-        """Do nothing."""
-
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return ()
 

@@ -105,9 +105,6 @@ class WatchedEngine:
     def load_statistics(self) -> EngineLoad:
         return self.engine.load_statistics()
 
-    def set_draft_length(self, length: int) -> None:
-        self.engine.set_draft_length(length)
-
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         return self.engine.drafting_trajectories()
 

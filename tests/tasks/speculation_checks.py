@@ -111,8 +111,8 @@ def drafter_of(source: str, exact: ExactDistribution) -> type[Drafter]:
             response = tuple(running.text.tokens) if running.index else running.response
             drafted: list[int] = []
             if source == "random":
-                return random.choices(range(len(exact.after([()])[0])), k=max(0, min(limit, self.max_length)))
-            for _ in range(min(limit, self.max_length, LENGTH - 1 - len(response))):
+                return random.choices(range(len(exact.after([()])[0])), k=max(0, min(limit, self._max_length)))
+            for _ in range(min(limit, self._max_length, LENGTH - 1 - len(response))):
                 probabilities = exact.after([(*response, *drafted)])[0]
                 drafted.append(int(probabilities.argmax() if source == "likely" else probabilities.argmin()))
             return drafted

@@ -221,9 +221,6 @@ async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
         await instance.next_events(server, 0.1)
     gaps = np.diff(requests)
     assert len(gaps) == 3 and gaps.min() >= DRAFT_FETCH_S
-    await instance.set_draft_length(2)
-    await instance.next_events(server, 0.1)
-    assert len(requests) == 5, "it may have begun to draft"
 
 
 async def test_an_instance_drafts_from_siblings_finished_on_another_instance(tmp_path: Path) -> None:

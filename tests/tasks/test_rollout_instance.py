@@ -539,7 +539,7 @@ async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
 
 
 VERBS: dict[str, tuple[Any, ...]] = {
-    "abort": ((TrajectoryId(0),),), "set_draft_length": (2,), "logprobs": ((1, 2),), "sleep": ()
+    "abort": ((TrajectoryId(0),),), "logprobs": ((1, 2),), "sleep": ()
 }  # fmt: skip
 """Commands of an instance that its engine executes, and their arguments."""
 
