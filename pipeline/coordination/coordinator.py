@@ -85,7 +85,7 @@ class Coordinator(CoordinatorInspection):
         self.has_more_routes = False
         self._decision_log.now = now
         self._decision_log.cause = f"{type(event).__name__}#{self._num_events}"
-        self._state.set_now(now)
+        self._state.now = now
         try:
             match event:  # the most frequent events first
                 case events.InstanceReported():

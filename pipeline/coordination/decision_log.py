@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.events import TrajectoryInterrupted, Trajec
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.snapshot import Snapshot, explain_waiting, take_snapshot
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 MAX_NOTES = 200_000
@@ -69,7 +69,7 @@ def format_sampled_tokens(event: TrajectorySampled | TrajectoryInterrupted) -> s
 class CoordinatorInspection:
     """Read-only view of a coordinator's state."""
 
-    def __init__(self, state: StateView, forecast: LengthForecast, decision_log: DecisionLog) -> None:
+    def __init__(self, state: CoordinatorState, forecast: LengthForecast, decision_log: DecisionLog) -> None:
         self.ledger = state.ledger
         self.forecast = forecast
         self._state = state

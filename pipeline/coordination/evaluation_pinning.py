@@ -6,7 +6,7 @@ from __future__ import annotations
 from staleflow.pipeline.coordination.evaluations import EvaluationSlots, compute_slots
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import EVALUATION
 from staleflow.stores.errors import ProtocolViolation
@@ -22,7 +22,7 @@ class PinPlanner:
     version.
     """
 
-    def __init__(self, state: StateView, route_planner: RoutePlanner, slot_share: float) -> None:
+    def __init__(self, state: CoordinatorState, route_planner: RoutePlanner, slot_share: float) -> None:
         self._state = state
         self._route_planner = route_planner
         self._slot_share = slot_share

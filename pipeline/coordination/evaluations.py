@@ -33,7 +33,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 @dataclass(slots=True)
 class RunningEvaluation:
-    """An evaluation that was requested and has not ended. Changed by `MutableEvaluations` only."""
+    """An evaluation that was requested and has not ended. Changed by `Evaluations` only."""
 
     number: int
     members: set[TrajectoryId]
@@ -48,7 +48,7 @@ class RunningEvaluation:
     """Trajectories that ended without a score."""
 
 
-class MutableEvaluations:
+class Evaluations:
     """The running evaluation, with the methods by which the coordinator's state changes it."""
 
     def __init__(self, fleet: Fleet) -> None:

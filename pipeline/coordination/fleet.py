@@ -2,7 +2,7 @@
 
 Numbers that are compared between instances are kept in arrays with one element per instance, so that choosing among a
 thousand instances takes microseconds. `Instance` has all data of one instance, and its `row` in the arrays. Only the
-methods of `MutableFleet` change both, together.
+methods of `Fleet` change both, together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Instance:
 
 
 class Fleet:
-    """A read-only view of all instances. Arrays have one element per instance, in the order of joining until one is
+    """All instances. Arrays have one element per instance, in the order of joining until one is
     removed. serves_many_versions: whether instances serve several versions at once, so that cached contexts survive a
     pull."""
 
@@ -137,9 +137,7 @@ class Fleet:
         ):
             raise ProtocolViolation(f"the list of served versions is wrong: {self._distinct_versions}")
 
-
-class MutableFleet(Fleet):
-    """The instances with the methods by which the state changes them. Each method keeps the arrays up to date."""
+    # -- changes, by the state only: each keeps the arrays up to date ----------------------------------------------
 
     def add_instance(
         self,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import InstanceId, is_evaluation
 
 
-def validate(state: StateView) -> None:
+def validate(state: CoordinatorState) -> None:
     """Check all invariants. O(live trajectories). Raises `ProtocolViolation` for the first that is broken."""
     state.ledger.validate()
     state.fleet.validate()
@@ -46,7 +46,7 @@ def validate(state: StateView) -> None:
         )
 
 
-def _validate_trajectory(state: StateView, trajectory: LiveTrajectory) -> None:
+def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) -> None:
     """Check that a trajectory agrees with its instance and, unless it is an evaluation's, with its group's entry in the
     ledger."""
     instance = state.fleet.get(trajectory.instance)
@@ -81,7 +81,7 @@ def _validate_trajectory(state: StateView, trajectory: LiveTrajectory) -> None:
         raise ProtocolViolation(f"{trajectory.id} is moving to {trajectory.move_target} but {trajectory.phase.value}")
 
 
-def _validate_evaluation(state: StateView) -> None:
+def _validate_evaluation(state: CoordinatorState) -> None:
     """Check that an evaluation is sampled under its version only, on pinned instances that serve this version."""
     evaluation = state.evaluation
     members = {trajectory.id for trajectory in state.live_trajectories.values() if trajectory.is_evaluation}
@@ -119,7 +119,7 @@ def _validate_evaluation(state: StateView) -> None:
             )
 
 
-def _validate_instances(state: StateView) -> None:
+def _validate_instances(state: CoordinatorState) -> None:
     """Check that the counts of each instance match the trajectories that it runs or that are moving to it."""
     moving: Counter[InstanceId] = Counter()
     for trajectory in state.live_trajectories.values():

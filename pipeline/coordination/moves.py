@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import StragglerRule
 from staleflow.pipeline.strategies.migration import InstanceLoad, Migration, MovableTrajectory
@@ -37,7 +37,7 @@ class MovePlanner:
 
     def __init__(
         self,
-        state: StateView,
+        state: CoordinatorState,
         migration: Migration,
         stragglers: StragglerRule,
         forecast: LengthForecast,

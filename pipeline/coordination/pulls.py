@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from staleflow.pipeline.coordination.fleet import Instance
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.strategies.synchronization import Synchronization
 
 
@@ -15,7 +15,7 @@ class PullPlanner:
     """Proposes pulls until as many instances serve the published version as a synchronization rule says. An instance
     that samples for an evaluation keeps its version until it has nothing more to sample for it."""
 
-    def __init__(self, state: StateView, synchronization: Synchronization) -> None:
+    def __init__(self, state: CoordinatorState, synchronization: Synchronization) -> None:
         self._state = state
         self._synchronization = synchronization
 

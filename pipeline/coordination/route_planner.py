@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from staleflow.pipeline.coordination.fleet import BoolArray, Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.pipeline.strategies.migration import InstanceLoad
@@ -20,7 +20,7 @@ class RoutePlanner:
 
     def __init__(
         self,
-        state: StateView,
+        state: CoordinatorState,
         admission: Admission,
         routing: Routing,
         affinity: CacheAffinity | None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.work_queue import UNRESERVED
 from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
@@ -55,7 +55,7 @@ class Snapshot:
     """Its trajectories in flight. Other numbers do not count them, except those of instances."""
 
 
-def take_snapshot(state: StateView, refusals: dict[str, int]) -> Snapshot:
+def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot:
     """Build a snapshot of the current state. O(live trajectories + groups + instances)."""
     phases = dict.fromkeys(Phase, 0)
     for trajectory in state.live_trajectories.values():
@@ -99,7 +99,7 @@ def take_snapshot(state: StateView, refusals: dict[str, int]) -> Snapshot:
     )
 
 
-def explain_waiting(state: StateView, limit: int) -> str:
+def explain_waiting(state: CoordinatorState, limit: int) -> str:
     """Explain in one paragraph what the next step waits for, for a run that makes no progress."""
     ledger = state.ledger
     if state.pending_sleeps:

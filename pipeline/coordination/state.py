@@ -12,31 +12,108 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from staleflow.pipeline.coordination.evaluations import RunningEvaluation
+from staleflow.pipeline.coordination.evaluations import Evaluations, RunningEvaluation
 from staleflow.pipeline.coordination.events import NewGroup
-from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.fleet import Fleet, Instance
+from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
-from staleflow.pipeline.coordination.state_view import StateView
+from staleflow.pipeline.coordination.state_counts import ReplanFlags, RunningMeans, TruncationCounts
 from staleflow.pipeline.coordination.trajectories import (
     DiscardedTrajectory,
     LiveTrajectory,
     TrainBatch,
     restore_members,
 )
+from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
-from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    TrajectoryId,
+    is_evaluation,
+)
 
 
-class CoordinatorState(StateView):
+class CoordinatorState(ReplanFlags):
     """Trajectories, instances, queued work and the ledger of one run, with the methods that change them."""
 
-    # -- the run -------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        ledger: StalenessLedger,
+        mixture: Mixture | None = None,
+        *,
+        serves_many_versions: bool = False,
+        shares_gpus: bool = False,
+    ) -> None:
+        """serves_many_versions: see Fleet. shares_gpus: see StrategySet."""
+        self.fleet = Fleet(serves_many_versions=serves_many_versions)
+        super().__init__(self.fleet)
+        self.live_trajectories: dict[TrajectoryId, LiveTrajectory] = {}
+        self.queue = WorkQueue()
+        self.ledger = ledger
+        self.mixture = mixture
+        self._evaluations = Evaluations(self.fleet)
+        self.running_means = RunningMeans()
+        self.truncations = TruncationCounts()
+        self.now = 0.0
+        """Time of the event being handled, in seconds."""
+        self.unreserved_groups: set[GroupId] = set()
+        """Groups that have arrived and have no reservation, since no member was routed yet."""
+        self.groups_requested = 0
+        """Number of groups that were requested and have not arrived."""
+        self.training = False
+        """Whether a step is being trained."""
+        self._trainer_idle_since: float | None = 0.0
+        """Seconds; None while a step is being trained."""
+        self._published_at = 0.0
+        """Time of the latest `publish` or `resume`, in seconds."""
+        self.shares_gpus = shares_gpus
+        self.pending_sleeps: set[InstanceId] = set()
+        """Instances that were ordered to sleep and have not confirmed it."""
 
-    def set_now(self, now: float) -> None:
-        """Set the time of the event that the following calls belong to."""
-        self._now = now
+    @property
+    def evaluation(self) -> RunningEvaluation | None:
+        """The running evaluation; None if there is none."""
+        return self._evaluations.running
+
+    @property
+    def trainer_has_gpus(self) -> bool:
+        """Whether the trainer uses the GPUs that it shares with the instances, which then all sleep or will soon."""
+        return self.shares_gpus and self.training
+
+    @property
+    def trainer_waited_s(self) -> float:
+        """Seconds that the trainer has been waiting for its next batch; 0 while it trains."""
+        return 0.0 if self._trainer_idle_since is None else self.now - self._trainer_idle_since
+
+    def queue_level(self, group: GroupId) -> int:
+        """Return the queue level of a group's members."""
+        if is_evaluation(group):
+            return EVALUATION
+        version = self.ledger.entries[group].version
+        return UNRESERVED if version < 0 else version
+
+    def get_running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """Return the running trajectory of an instance's event; None if the event is late."""
+        return self._get_in_phase(Phase.RUNNING, trajectory, route_number)
+
+    def get_in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """Return the trajectory of an environment's event; None if the event is late."""
+        return self._get_in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
+
+    def _get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        trajectory = self.live_trajectories.get(trajectory_id)
+        if trajectory is None or trajectory.phase is not phase or trajectory.route_number != route_number:
+            return None
+        return trajectory
+
+    # -- the run -------------------------------------------------------------------------------------------------
 
     def flag_timed_decisions(self) -> None:
         """Set the flags of the decisions that may change with time alone: routing, and pulls."""
@@ -49,21 +126,21 @@ class CoordinatorState(StateView):
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
         """Continue a run that has published version `step`. Its groups in flight are added afterwards."""
         self.ledger.resume(step, num_ended)
-        self._trainer_idle_since = self._published_at = self._now
+        self._trainer_idle_since = self._published_at = self.now
 
     def publish(self, version: PolicyVersion) -> None:
         """Record that the current training step has finished."""
         self.ledger.publish(version)
-        self._training, self._trainer_idle_since = False, self._now
-        self.running_means.publish_interval_s.add(self._now - self._published_at)
-        self._published_at = self._now
+        self.training, self._trainer_idle_since = False, self.now
+        self.running_means.publish_interval_s.add(self.now - self._published_at)
+        self._published_at = self.now
         self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     # -- groups --------------------------------------------------------------------------------------------------
 
     def request_groups(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Count groups as requested. Returns (source, task) of each; empty without a mixture."""
-        self._groups_requested += num_groups
+        self.groups_requested += num_groups
         return () if self.mixture is None else self.mixture.draw(num_groups)
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
@@ -71,16 +148,16 @@ class CoordinatorState(StateView):
         added: list[TrajectoryId] = []
         for group in groups:
             members = self.ledger.start(group.group)
-            self._groups_requested -= 1
+            self.groups_requested -= 1
             if self.mixture is not None:
                 self.mixture.count_arrived(group.group, group.source, group.task)
             self.running_means.prompt_tokens.add(group.prompt_tokens)
-            self._unreserved_groups.add(group.group)
+            self.unreserved_groups.add(group.group)
             for member in members:
                 trajectory = LiveTrajectory(
-                    id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since=self._now
+                    id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since=self.now
                 )
-                self._live_trajectories[member] = trajectory
+                self.live_trajectories[member] = trajectory
                 self._enqueue(trajectory)
             added += members
         self._routing_changed = True
@@ -96,9 +173,9 @@ class CoordinatorState(StateView):
             if member.version >= 0:
                 self.ledger.reserve(group.group, member.trajectory, member.version)
         if self.ledger.entries[group.group].state is EntryState.QUEUED:
-            self._unreserved_groups.add(group.group)
-        for trajectory in restore_members(group, sampled_phase, self._now):
-            self._live_trajectories[trajectory.id] = trajectory
+            self.unreserved_groups.add(group.group)
+        for trajectory in restore_members(group, sampled_phase, self.now):
+            self.live_trajectories[trajectory.id] = trajectory
             if trajectory.phase is Phase.DONE:
                 complete = self.ledger.complete(trajectory.group, trajectory.id)
             elif trajectory.phase is Phase.QUEUED:
@@ -127,13 +204,13 @@ class CoordinatorState(StateView):
     def consume(self) -> TrainBatch:
         """Consume the batch of the next step. Returns it."""
         consumption = self.ledger.consume(self.ledger.next_step)
-        self._training, self._trainer_idle_since = True, None
+        self.training, self._trainer_idle_since = True, None
         if self.mixture is not None:
             self.mixture.count_trained(consumption.groups)
         self.truncations.count_consumed(len(consumption.members))
-        versions = tuple(self._live_trajectories[member].v_traj for member in consumption.members)
+        versions = tuple(self.live_trajectories[member].v_traj for member in consumption.members)
         for member in consumption.members:
-            trajectory = self._live_trajectories.pop(member)
+            trajectory = self.live_trajectories.pop(member)
             trajectory.phase = next_phase(trajectory.phase, Transition.CONSUMED)
         self._room_changed = self._routing_changed = True
         return TrainBatch(
@@ -148,9 +225,9 @@ class CoordinatorState(StateView):
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue the trajectories of an evaluation. Returns their ids."""
-        trajectories = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
+        trajectories = self._evaluations.begin(number, groups, self.ledger.members_started, self.now)
         for trajectory in trajectories:
-            self._live_trajectories[trajectory.id] = trajectory
+            self.live_trajectories[trajectory.id] = trajectory
             self._enqueue(trajectory)
         self._routing_changed = True
         return [trajectory.id for trajectory in trajectories]
@@ -169,8 +246,8 @@ class CoordinatorState(StateView):
         is_queued = trajectory.phase is Phase.QUEUED
         if is_queued:
             trajectory.phase = next_phase(trajectory.phase, Transition.DISCARDED)
-            self._queue.remove(trajectory, trajectory.queue_level)
-        del self._live_trajectories[trajectory.id]
+            self.queue.remove(trajectory, trajectory.queue_level)
+        del self.live_trajectories[trajectory.id]
         return self._evaluations.end_trajectory(trajectory, scored=not is_queued)
 
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
@@ -180,7 +257,7 @@ class CoordinatorState(StateView):
         return evaluation, self._remove_ended(
             Ending(
                 trajectory=member,
-                group=self._live_trajectories[member].group,
+                group=self.live_trajectories[member].group,
                 fate=Fate.ABORTED,
                 reason=AbortReason.RUN_ENDED,
                 step=step,
@@ -199,13 +276,13 @@ class CoordinatorState(StateView):
         elif trajectory.v_traj < 0:
             self.ledger.reserve(trajectory.group, trajectory.id, instance.version)
             trajectory.v_traj = instance.version
-            self._unreserved_groups.discard(trajectory.group)
-        self._queue.remove(trajectory, trajectory.queue_level)
+            self.unreserved_groups.discard(trajectory.group)
+        self.queue.remove(trajectory, trajectory.queue_level)
         self._finish_move(trajectory)
         trajectory.route_number += 1
         trajectory.instance, trajectory.refusal = instance.id, ""
         self._enter_phase(trajectory, phase)
-        self._fleet.add_trajectory(instance, trajectory.id, trajectory.kv_tokens)
+        self.fleet.add_trajectory(instance, trajectory.id, trajectory.kv_tokens)
         if self.queue_level(trajectory.group) != previous_level:
             self._requeue_members(trajectory.group)
 
@@ -218,7 +295,7 @@ class CoordinatorState(StateView):
     def start_move(self, trajectory: LiveTrajectory, target: Instance | None) -> None:
         """Mark a running trajectory as being taken off its instance, to continue at `target`, or to be scored with the
         tokens it has if `target` is None."""
-        source = self._fleet.get(trajectory.instance)
+        source = self.fleet.get(trajectory.instance)
         if source is None or trajectory.is_leaving:
             raise ProtocolViolation(f"{trajectory.id} is moved while it is {trajectory.phase.value} or already moving")
         trajectory.moved_at_version = self.ledger.version
@@ -227,7 +304,7 @@ class CoordinatorState(StateView):
             self.truncations.add(1)
         else:
             trajectory.move_target = target.id
-            self._fleet.start_move(source, target)
+            self.fleet.start_move(source, target)
 
     def finish_sampling(self, trajectory: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance to be scored with its `tokens` tokens."""
@@ -244,7 +321,7 @@ class CoordinatorState(StateView):
     def finish_turn(self, trajectory: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance so that its environment replies to the turn that ends at `tokens`."""
         phase = next_phase(trajectory.phase, Transition.TURN_SAMPLED)
-        source = self._fleet.get(trajectory.instance)
+        source = self.fleet.get(trajectory.instance)
         assert source is not None
         trajectory.cached_instance, trajectory.cached_version = source.id, source.version
         self._leave_instance(trajectory)
@@ -294,7 +371,7 @@ class CoordinatorState(StateView):
     def pop_cached_instance(self, trajectory: LiveTrajectory) -> InstanceId | None:
         """Clear the instance that may have a trajectory's context cached; returns it if the cache may still be
         there."""
-        instance = self._fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
+        instance = self.fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
         trajectory.cached_instance = None
         return instance.id if instance is not None else None
 
@@ -314,35 +391,35 @@ class CoordinatorState(StateView):
 
     def add_instance(self, instance_id: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
         """Add an instance that runs nothing. A replacement of a lost instance has a new id."""
-        self._fleet.add_instance(instance_id, version, kv_capacity, max_running, asleep=self.shares_gpus)
+        self.fleet.add_instance(instance_id, version, kv_capacity, max_running, asleep=self.shares_gpus)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def drain(self, instance: Instance) -> list[LiveTrajectory]:
         """Exclude an instance from routing. Returns the trajectories on it that are not leaving it yet."""
-        self._fleet.drain(instance)
+        self.fleet.drain(instance)
         return self._not_leaving(instance)
 
     def start_sleep(self, instance: Instance) -> list[LiveTrajectory]:
         """Mark an instance as asleep. Returns the trajectories on it that are not leaving it yet."""
-        self._fleet.start_sleep(instance)
-        self._pending_sleeps.add(instance.id)
+        self.fleet.start_sleep(instance)
+        self.pending_sleeps.add(instance.id)
         return self._not_leaving(instance)
 
     def finish_sleep(self, instance_id: InstanceId) -> None:
         """Record that an instance has freed its GPUs."""
-        self._pending_sleeps.discard(instance_id)
+        self.pending_sleeps.discard(instance_id)
 
     def _not_leaving(self, instance: Instance) -> list[LiveTrajectory]:
         """Trajectories on an instance that are neither moving nor being truncated."""
-        running = (self._live_trajectories[member] for member in instance.trajectories)
+        running = (self.live_trajectories[member] for member in instance.trajectories)
         return [trajectory for trajectory in running if not trajectory.is_leaving]
 
     def remove_instance(self, instance: Instance) -> None:
         """Remove an instance, after all its trajectories were queued or aborted."""
-        self._fleet.remove_instance(instance)
+        self.fleet.remove_instance(instance)
         self._evaluations.unpin_lost(instance.id)
         self._loads_changed.pop(instance.id, None)
-        self._pending_sleeps.discard(instance.id)
+        self.pending_sleeps.discard(instance.id)
 
     def record_progress(
         self,
@@ -355,44 +432,44 @@ class CoordinatorState(StateView):
         added_tokens = 0
         for member, tokens in progress:
             if member in instance.trajectories:
-                trajectory = self._live_trajectories[member]
+                trajectory = self.live_trajectories[member]
                 if tokens > trajectory.tokens:
                     added_tokens += tokens - trajectory.tokens
                     trajectory.tokens = tokens
         for member, tokens in delivered:
             if member in instance.trajectories:
-                trajectory = self._live_trajectories[member]
+                trajectory = self.live_trajectories[member]
                 added_tokens += max(0, tokens - trajectory.tokens)
                 trajectory.tokens = max(tokens, trajectory.tokens)
                 trajectory.delivered_tokens = max(tokens, trajectory.delivered_tokens)
-        self._fleet.add_kv_tokens(instance, added_tokens)
+        self.fleet.add_kv_tokens(instance, added_tokens)
 
     def start_pull(self, instance: Instance) -> None:
         """Mark an instance as serving the published version, which it is about to load."""
-        self._fleet.start_pull(instance, self.ledger.version)
+        self.fleet.start_pull(instance, self.ledger.version)
         self._routing_changed = True
 
     def finish_pull(self, instance: Instance) -> None:
         """Record that an instance has loaded the version it is marked with."""
-        self._fleet.finish_pull(instance)
+        self.fleet.finish_pull(instance)
         self._loads_changed[instance.id] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it
 
     # -- internal ----------------------------------------------------------------------------------------------
 
     def _enter_phase(self, trajectory: LiveTrajectory, phase: Phase) -> None:
-        trajectory.phase, trajectory.phase_since = phase, self._now
+        trajectory.phase, trajectory.phase_since = phase, self.now
 
     def _enqueue(self, trajectory: LiveTrajectory) -> None:
         trajectory.queue_level = self.queue_level(trajectory.group)
-        self._queue.append(trajectory, trajectory.queue_level)
+        self.queue.append(trajectory, trajectory.queue_level)
 
     def _requeue_members(self, group: GroupId) -> None:
         """Move the queued members of a group to the level of its reservation, after that was made or changed."""
         for member in sorted(self.ledger.entries[group].waiting):
-            trajectory = self._live_trajectories[member]
+            trajectory = self.live_trajectories[member]
             if trajectory.phase is Phase.QUEUED:
-                self._queue.remove(trajectory, trajectory.queue_level)
+                self.queue.remove(trajectory, trajectory.queue_level)
                 self._enqueue(trajectory)
 
     def _requeue(self, trajectory: LiveTrajectory, transition: Transition, tokens: int) -> None:
@@ -407,20 +484,20 @@ class CoordinatorState(StateView):
 
     def _leave_instance(self, trajectory: LiveTrajectory) -> None:
         """Take a running trajectory off its instance. Call this before its number of tokens changes."""
-        instance = self._fleet.get(trajectory.instance)
+        instance = self.fleet.get(trajectory.instance)
         assert instance is not None
-        self._fleet.remove_trajectory(instance, trajectory.id, trajectory.kv_tokens)
+        self.fleet.remove_trajectory(instance, trajectory.id, trajectory.kv_tokens)
         if trajectory.move_target is not None:
-            self._fleet.finish_move(instance)
+            self.fleet.finish_move(instance)
         trajectory.instance = None
         self._loads_changed[instance.id] = instance
         self._routing_changed = True
 
     def _finish_move(self, trajectory: LiveTrajectory) -> None:
         """End the move of a trajectory, if it has one."""
-        target, trajectory.move_target = self._fleet.get(trajectory.move_target), None
+        target, trajectory.move_target = self.fleet.get(trajectory.move_target), None
         if target is not None:
-            self._fleet.finish_move(target)
+            self.fleet.finish_move(target)
 
     def _remove_ended(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
         """Remove trajectories that the ledger has ended from queue, fleet and mixture."""
@@ -436,7 +513,7 @@ class CoordinatorState(StateView):
                 }
             )
         for ending in endings:
-            trajectory = self._live_trajectories.pop(ending.trajectory)
+            trajectory = self.live_trajectories.pop(ending.trajectory)
             discarded.append(
                 DiscardedTrajectory(
                     ending=ending,
@@ -448,11 +525,11 @@ class CoordinatorState(StateView):
             )
             phase = next_phase(trajectory.phase, Transition.DISCARDED)
             if trajectory.phase is Phase.QUEUED:
-                self._queue.remove(trajectory, trajectory.queue_level)
+                self.queue.remove(trajectory, trajectory.queue_level)
             elif trajectory.phase is Phase.RUNNING:
                 self._leave_instance(trajectory)
             self._finish_move(trajectory)
-            self._unreserved_groups.discard(trajectory.group)
+            self.unreserved_groups.discard(trajectory.group)
             trajectory.phase = phase
         if discarded:  # a step may have waited for one of them
             self._batch_changed = self._room_changed = self._routing_changed = True

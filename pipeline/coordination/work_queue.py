@@ -19,7 +19,7 @@ UNRESERVED = 2**62
 
 
 class WorkQueue:
-    """A read-only view of the queue. Within a level, first in, first out. Methods are O(1), except `levels`,
+    """The queue; only the state changes it. Within a level, first in, first out. Methods are O(1), except `levels`,
     O(eta log eta), and `num_reserved`, O(eta)."""
 
     def __init__(self) -> None:
@@ -50,10 +50,6 @@ class WorkQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._levels.values()))
-
-
-class MutableWorkQueue(WorkQueue):
-    """The queue with the methods by which the state changes it."""
 
     def append(self, trajectory: LiveTrajectory, level: int) -> None:
         """Append a trajectory to a level."""

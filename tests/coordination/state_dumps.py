@@ -6,7 +6,7 @@ from typing import Any
 
 from staleflow.pipeline.coordination.state import CoordinatorState
 
-PARTS = ("ledger", "_fleet", "_queue")
+PARTS = ("ledger", "fleet", "queue")
 """Attributes that are dumped by their attributes."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 
 import pytest
 
-from staleflow.pipeline.coordination.evaluations import MutableEvaluations
+from staleflow.pipeline.coordination.evaluations import Evaluations
 from staleflow.pipeline.coordination.events import (
     DecodeStats,
     EnvironmentFailed,
@@ -37,14 +37,14 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import EpisodeForecast, LengthForecast
-from staleflow.pipeline.coordination.state_view import RunningMean, RunningMeans, TruncationCounts
+from staleflow.pipeline.coordination.state_counts import RunningMean, RunningMeans, TruncationCounts
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     LengthForecast: ("observe", "remove_group"),
     EpisodeForecast: ("observe",),
-    MutableEvaluations: ("begin", "pin", "unpin_lost", "count_sampled", "end_trajectory", "close"),
+    Evaluations: ("begin", "pin", "unpin_lost", "count_sampled", "end_trajectory", "close"),
     TruncationCounts: ("count_consumed", "add"),
     RunningMean: ("add",),
 }
@@ -52,7 +52,7 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
 QUESTIONS = {
     LengthForecast: {"expected_remaining"},
     EpisodeForecast: {"expected_sampled_tokens"},
-    MutableEvaluations: {"unpin_idle_instances"},
+    Evaluations: {"unpin_idle_instances"},
     TruncationCounts: set(),
     RunningMean: set(),
 }
@@ -85,7 +85,7 @@ class NotedBench(Bench):
             measured = self.coordinator._state.running_means
             means = {id(getattr(measured, field.name)): field.name for field in fields(RunningMeans)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
-        shown = () if isinstance(subject, MutableEvaluations) else args[:2]
+        shown = () if isinstance(subject, Evaluations) else args[:2]
         return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
 
 
@@ -204,7 +204,7 @@ CASES = (
         "an evaluation is requested",
         routed(eta=1),
         lambda bench: EvaluationRequested(evaluation=0, groups=(NewGroup(group=GroupId(-1), prompt_tokens=7),)),
-        ("MutableEvaluations.begin()", "MutableEvaluations.pin()"),
+        ("Evaluations.begin()", "Evaluations.pin()"),
     ),
     Case(
         "an instance joins",
@@ -216,19 +216,19 @@ CASES = (
         "an instance is lost",
         routed(eta=1, max_attempts=3),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("MutableEvaluations.unpin_lost()",),
+        ("Evaluations.unpin_lost()",),
     ),
     Case(
         "one of two instances is lost",
         lambda: bench_of_two_instances(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
-        ("MutableEvaluations.unpin_lost()",),
+        ("Evaluations.unpin_lost()",),
     ),
     Case(
         "the last attempt of a trajectory is lost with its instance",
         routed(eta=1, max_attempts=0),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("LengthForecast.remove_group(0)", "MutableEvaluations.unpin_lost()"),
+        ("LengthForecast.remove_group(0)", "Evaluations.unpin_lost()"),
     ),
     Case(
         "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), ()
@@ -243,7 +243,7 @@ CASES = (
         "a trajectory is sampled",
         routed(eta=1),
         sampled(0),
-        ("MutableEvaluations.count_sampled()", "LengthForecast.observe(0, 5)"),
+        ("Evaluations.count_sampled()", "LengthForecast.observe(0, 5)"),
     ),
     Case(
         "a turn is sampled", routed(eta=1, environments=True), sampled(0), ()
@@ -252,7 +252,7 @@ CASES = (
         "an evaluation's trajectory is sampled: by other rules, so no length is learned",
         lambda: evaluation(NotedBench(eta=1)),
         sampled(-1),
-        ("MutableEvaluations.count_sampled()",),
+        ("Evaluations.count_sampled()",),
     ),
     Case(
         "a trajectory is interrupted",
@@ -289,7 +289,7 @@ CASES = (
         lambda: acted(NotedBench(eta=1, environments=True)),
         scored(0),
         (
-            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "MutableEvaluations.count_sampled()",
+            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "Evaluations.count_sampled()",
             "TruncationCounts.count_consumed(1)", "LengthForecast.remove_group(0)",
         ),
     ),
@@ -303,7 +303,7 @@ CASES = (
         "the last reward of an evaluation",
         lambda: then_sampled(evaluation(NotedBench(eta=1)), -1),
         scored(-1),
-        ("MutableEvaluations.end_trajectory()", "MutableEvaluations.close()"),
+        ("Evaluations.end_trajectory()", "Evaluations.close()"),
     ),
     Case(
         "a pull is finished",
@@ -333,7 +333,7 @@ CASES = (
         "a stop ends an evaluation",
         lambda: evaluation(NotedBench(eta=1)),
         lambda bench: StopRequested(why="test"),
-        ("MutableEvaluations.close()", "LengthForecast.remove_group(-1)"),
+        ("Evaluations.close()", "LengthForecast.remove_group(-1)"),
     ),
     Case("routing goes on after its limit", routed(eta=1), lambda bench: RoutingContinued(), ()),
     Case("time passes", routed(eta=1), lambda bench: Tick(), ()),
@@ -347,7 +347,7 @@ CASES = (
         "a straggler ends by itself before it could be cut off",
         cut,
         sampled(3),
-        ("MutableEvaluations.count_sampled()", "TruncationCounts.add(-1)", "LengthForecast.observe(3, 5)"),
+        ("Evaluations.count_sampled()", "TruncationCounts.add(-1)", "LengthForecast.observe(3, 5)"),
     ),
 )  # fmt: skip
 

@@ -49,13 +49,13 @@ WAYS = {
 def state_with(phase: Phase) -> tuple[CoordinatorState, LiveTrajectory]:
     """Return a state of two groups of two on two instances; the first trajectory is in `phase`."""
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=2))
-    state.set_now(1.0)
+    state.now = 1.0
     for name in (A, B):
         state.add_instance(name, PolicyVersion(0), 1000, 8)
     state.add_groups([NewGroup(group=GroupId(g), prompt_tokens=10) for g in (0, 1)])
     live = state.live_trajectories[TrajectoryId(0)]
     for at, transition in enumerate(WAYS.get(phase, ())):
-        state.set_now(2.0 + at)
+        state.now = 2.0 + at
         VERBS[transition](state, live)
     if phase is Phase.ENDED:
         state.abort(live.group, AbortReason.ENGINE_FAILED, live.id)

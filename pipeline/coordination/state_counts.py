@@ -1,0 +1,78 @@
+"""What the coordinator's state counts and flags: running means, truncations, and decisions to make again. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from staleflow.pipeline.coordination.fleet import Fleet, Instance
+from staleflow.stores.trajectory import InstanceId
+
+NEWEST_WEIGHT = 0.3
+"""Weight of a new value in a running mean."""
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """An exponentially weighted mean; 0 before the first value."""
+
+    value: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.value = value if not self.value else self.value + NEWEST_WEIGHT * (value - self.value)
+
+
+@dataclass(slots=True)
+class RunningMeans:
+    """Mean tokens of a prompt, and mean seconds between published versions."""
+
+    prompt_tokens: RunningMean = field(default_factory=RunningMean)
+    publish_interval_s: RunningMean = field(default_factory=RunningMean)
+
+
+@dataclass(slots=True)
+class TruncationCounts:
+    """Counts of truncated trajectories, from the moment of the decision. num_trained: trajectories consumed
+    by steps. num_truncated: in the whole run. num_truncated_in_step: since a step last consumed its batch."""
+
+    num_trained: int = 0
+    num_truncated: int = 0
+    num_truncated_in_step: int = 0
+
+    def count_consumed(self, num_trajectories: int) -> None:
+        self.num_trained += num_trajectories
+        self.num_truncated_in_step = 0
+
+    def add(self, count: int) -> None:
+        """Add 1 for a trajectory that is being truncated, or -1 if it ended before it was truncated."""
+        self.num_truncated += count
+        self.num_truncated_in_step = max(0, self.num_truncated_in_step + count)
+
+
+class ReplanFlags:
+    """Flags that the state sets when it changes. Reading a flag clears it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._instances = fleet
+        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
+        self._loads_changed: dict[InstanceId, Instance] = {}
+
+    def pop_batch_changed(self) -> bool:
+        """Whether a batch may have become ready since the previous call."""
+        changed, self._batch_changed = self._batch_changed, False
+        return changed
+
+    def pop_loads_changed(self) -> list[Instance]:
+        """Instances that may have become worth a pull since the previous call."""
+        changed = list(self._instances if self._all_loads_changed else self._loads_changed.values())
+        self._loads_changed, self._all_loads_changed = {}, False
+        return changed
+
+    def pop_room_changed(self) -> bool:
+        """Whether there may be room for more groups than at the previous call."""
+        changed, self._room_changed = self._room_changed, False
+        return changed
+
+    def pop_routing_changed(self) -> bool:
+        """Whether queued trajectories may find an instance that found none at the previous call."""
+        changed, self._routing_changed = self._routing_changed, False
+        return changed
