@@ -65,11 +65,8 @@ class RoutePlanner:
     def can_receive_work(self, version: PolicyVersion) -> bool:
         """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be
         drawn."""
-        ledger, admission = self._state.ledger, self._admission
-        if self._state.queue.num_reserved(version):
-            return True
-        can_draw = admission.num_reservable(ledger) > 0 and ledger.num_reservable(version) > 0
-        return can_draw and admission.refusal(ledger, version) is None
+        is_queued = self._state.queue.num_reserved(version) > 0
+        return is_queued or self._admission.refusal(self._state.ledger, version) is None
 
     def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may have a trajectory's context in its cache, if it has room for the trajectory."""

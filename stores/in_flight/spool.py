@@ -7,8 +7,9 @@ Entries (stores/in_flight/spool_entries.py) are appended to numbered part files 
 - An entry that `append` returned from survives the end of every process, by kill -9 too: it is in the kernel's page
   cache. It is not flushed to disk; a machine that loses power loses what it had not written back yet, and then the
   trajectories concerned start again.
-- A part is removed once no group in it or in an earlier part can be needed: each was stored by a step that all kept
-  resume points include. So the spool holds in-flight work and what was consumed since the oldest resume point.
+- Each commit begins a new part. A part is removed once no group in it or in an earlier part can be needed: each was
+  stored by a step that all kept resume points include. So the spool holds in-flight work and what was consumed since
+  the oldest resume point.
 - A spool that cannot be written does not end the run: it warns once, appends nothing until the next part begins, and
   trajectories whose entries are missing restart from their prompts when the run is resumed.
 """
@@ -33,8 +34,6 @@ HEADER = b"staleflow spool 1\n"
 """First bytes of a part. Parts of other versions are not read."""
 FRAME = struct.Struct("<II")
 """Length of an entry in bytes, and its CRC-32."""
-PART_BYTES = 256 * 2**20
-"""Maximum bytes of a part. Each commit begins a new part, too."""
 
 
 def add_frame(data: bytes) -> bytes:
@@ -104,8 +103,6 @@ class Spool:
         groups = self._parts[max(self._parts)]
         for entry in entries:
             groups |= self._groups(entry)
-        if self._size > PART_BYTES:
-            self._begin_part()
         return True
 
     def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:

@@ -195,7 +195,6 @@ class EnvironmentHost:
     async def close(self) -> None:
         for task in self._running_steps.values():
             task.cancel()
-        self._running_steps.clear()
         await self._environments.close()
 
     async def _run_step(self, call_server: ServerBatcher, item: EnvStepItem) -> None:

@@ -12,6 +12,7 @@ from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
+    EpisodeRestarted,
     EvaluationEnded,
     GroupDrawn,
     InFlightResumed,
@@ -288,11 +289,15 @@ def test_an_entry_that_changes_nothing_is_reported_as_such() -> None:
 
 def test_the_end_of_an_evaluation_drops_its_trajectories_and_their_scores() -> None:
     member = -MEMBERS
-    state = flight(drawn(0), evaluation_group(1), routed(member, 1), tokens(member, 1, 0, 2, finish=FinishReason.STOP))
-    assert state.apply(reward(member, 2))
+    state = flight(
+        drawn(0), evaluation_group(1), EpisodeRestarted(trajectory=TrajectoryId(member), tokens=0, route_number=0),
+        routed(member, 1), replace(tokens(member, 1, 0, 2, finish=FinishReason.STOP), attempt=1),
+    )  # fmt: skip
+    assert state.apply(replace(reward(member, 2), attempt=1))
     assert state.scored == {member}
     assert state.apply(EvaluationEnded(at_s=5.0)) is True
-    assert (set(state.live), state.scored, state.routings) == ({0, 1, 2}, set(), {})
+    assert (set(state.live), state.scored) == ({0, 1, 2}, set())
+    assert (state.routings, state.attempts, state.turn_limits) == ({}, {}, {})
     assert state.apply(EvaluationEnded(at_s=6.0)) is False
 
 

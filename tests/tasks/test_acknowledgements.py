@@ -345,6 +345,7 @@ async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_writt
     """The earlier entries are removed instead; otherwise a resumed run would read them."""
     scene = await ServerScene.create(make(), tmp_path)
     await scene.sample(ZERO, ONE)
+    await scene.server.requests((route_item(2),))
     server = scene.restart()
     with monkeypatch.context() as patch:
 
@@ -353,7 +354,7 @@ async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_writt
 
         patch.setattr(Spool, "_write", full)
         work = await server.resume((ZERO,))
-    assert (work.num_responses, work.num_tokens, work.num_restarted) == (1, 9, 1)
+    assert (work.num_responses, work.num_tokens, work.num_restarted) == (1, 9, 2)
     assert not work.ledger.tasks_in_flight, "only runs of several sources list them"
     assert server._in_flight.live[ZERO].num_tokens == 0
     later = scene.restart()

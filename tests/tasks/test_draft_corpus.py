@@ -160,7 +160,7 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
         def rows(self, first: int, last: int) -> list[EndedTrajectory]:
             return rows[first:last]
 
-    assert len(draft_corpus._latest_rows(Store(), 75)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
+    assert len(draft_corpus._latest_rows(Store(), 90)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
     assert set(other_responses(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 
