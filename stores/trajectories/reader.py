@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +55,8 @@ TokenRange = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096
 """Rows read together."""
+CONCURRENT_READS = 8
+"""Files of tokens that are read at a time."""
 RECOMPUTED_LOGPROBS = "tokens/rescored"
 """float32 [T], on branches with logprobs: of each sampled token under another model, nats; 0 elsewhere."""
 
@@ -412,8 +415,14 @@ class StoreReader:
         """Read the token arrays from the first to the last of these rows. rows: at least one."""
         return self._extent(self._read_root(), rows)
 
-    def _block(self, root: Any, rows: Rows) -> Iterable[EndedTrajectory]:
-        return self.unpacked(rows, *self._extent(root, rows)) if len(rows) else ()
+    def _block(self, root: Any, rows: Rows) -> Iterator[EndedTrajectory]:
+        """Yield the trajectories of rows. Reads rows of different files separately, because most of a file of a small
+        commit is empty, and concurrently, because a bucket answers each request after a while."""
+        files = rows["offset"] // elements_per_file(root["tokens/ids"])
+        parts = np.split(rows, np.flatnonzero(np.diff(files)) + 1) if len(rows) else []
+        with ThreadPoolExecutor(CONCURRENT_READS) as pool:
+            for part, tokens in zip(parts, pool.map(lambda part: self._extent(root, part), parts), strict=True):
+                yield from self.unpacked(part, *tokens)
 
     def _extent(self, root: Any, rows: Rows) -> TokenRange:
         start = int(rows["offset"].min())

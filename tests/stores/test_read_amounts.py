@@ -63,6 +63,16 @@ def test_summary_and_steps_read_no_row(tmp_path: Path, read: Counter[str]) -> No
     assert read["records"] < 2_000  # of the last commit only
 
 
+def test_rows_of_many_small_commits_are_read_without_the_space_between_commits(
+    tmp_path: Path, read: Counter[str]
+) -> None:
+    store = make(tmp_path / "s", 20)
+    read.clear()
+    rows = list(store.ended())
+    assert len(rows) == 160
+    assert read["tokens/ids"] == sum(len(row.trajectory.prompt_tokens) + row.trajectory.num_tokens for row in rows)
+
+
 def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path, read: Counter[str]) -> None:
     rng = np.random.default_rng(1)
     make(tmp_path / "s", 20)
