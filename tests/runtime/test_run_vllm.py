@@ -42,6 +42,7 @@ def test_a_run_with_vllm_trains_and_verifies_every_weight(job: Path, on_pull: st
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.timeout(900)
 def test_experts_and_shards_are_verified_by_part_at_every_pull(
     job: Path, tiny_model: Path, tmp_path: Path, name: str, tensor_parallel: int
 ) -> None:
@@ -68,19 +69,19 @@ def test_adapters_of_all_versions_within_the_bound_are_served(job: Path, tiny_mo
     check_attribution(job, tiny_model, *VLLM)
 
 
-def shared_memory() -> set[Path]:
-    """What is in shared memory, but for semaphores of Dask's processes, which come and go, and for the file by which an
-    instance's workers meet: it is in the folder of temporary files, which tests have in memory."""
-    return {path for path in Path("/dev/shm").glob("[!s]*") if not path.name.startswith("vllm_dist_")}
+def shared_memory_of(pid: int) -> set[Path]:
+    """POSIX shared memory that a process maps: files directly in /dev/shm. Folders there are the tests' own."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(path) for line in lines if (path := line.split(maxsplit=5)[-1]).rpartition("/")[0] == "/dev/shm"}
 
 
+@pytest.mark.timeout(900)
 def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path, memory_folder: Path) -> None:
     """kill -9 under load: its trajectories continue elsewhere, and it leaves neither processes nor shared memory."""
-    before = shared_memory()
-    struck: list[int] = []
+    struck: dict[int, set[Path]] = {}
 
     def strike(pid: int) -> None:
-        struck.append(pid)
+        struck[pid] = shared_memory_of(pid)
         os.kill(pid, signal.SIGKILL)
 
     overrides = (
@@ -94,8 +95,9 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
     assert driver.report.losses
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16
-    assert not any(Path(f"/proc/{pid}").exists() for pid in struck)
-    assert shared_memory() <= before
+    for pid, segments in struck.items():
+        assert not Path(f"/proc/{pid}").exists()
+        assert not any(segment.exists() for segment in segments)
     assert not list(memory_folder.iterdir())
 
 
