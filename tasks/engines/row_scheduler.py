@@ -161,12 +161,12 @@ class RowScheduler:
                     count = 1
                 prefilling.append((row, count))
                 budget -= count
-        decodes = [(row, 1) for row in decoding]
-        if not self._cache.can_crop:  # then all rows of a pass must have the same number of new tokens
-            yield from [decodes] if decodes else []
-            yield from [[prefill] for prefill in prefilling]
-        elif decodes or prefilling:
-            yield decodes + prefilling
+        passes: dict[object, list[tuple[RequestRow, int]]] = {}
+        for row, count in (*((row, 1) for row in decoding), *prefilling):
+            # All rows of a pass of recurrent layers have the same number of new tokens, and all have a state or none.
+            kind = None if self._cache.can_crop else (count, row.length > 0)
+            passes.setdefault(kind, []).append((row, count))
+        yield from passes.values()
 
     # -- internals -----------------------------------------------------------------------------------------------
 

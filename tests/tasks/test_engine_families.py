@@ -79,6 +79,33 @@ def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None
         engine.close()
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "falcon_h1", "mamba2", "lfm2"])
+def test_recurrent_layers_compute_prompts_of_equal_length_in_one_pass(family: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    make_family_model(family, tmp_path)
+    engine = TransformersEngine(TransformersSettings(**model_settings(tmp_path) | {"eos": ()}), InstanceId("i"))
+    plain = load_model(str(tmp_path), "float32", "cpu", "eager")
+    shapes: list[tuple[int, ...]] = []
+    engine._model.register_forward_pre_hook(lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True)
+    contexts = {i: tuple(4 + (3 * i + j * j) % 25 for j in range(12 if i < 4 else 9)) for i in range(5)}
+    try:
+        for turn in (1, 2):
+            requests = [request(i, context, route_number=turn, max_new_tokens=4, keep_kv=True)
+                        for i, context in contexts.items()]  # fmt: skip
+            engine.submit(requests)
+            for i, ended in collect(engine, len(contexts)).items():
+                sampled = tokens_of(ended)
+                expected = forward_logprobs(plain, [*contexts[i], *sampled])[len(contexts[i]) - 1 :]
+                np.testing.assert_allclose(logprobs_of(ended), expected, atol=1e-5)
+                contexts[i] = (*contexts[i], *sampled, 7, 8)
+    finally:
+        engine.close()
+    # The second turn's new tokens are equally many for all; some families compute them one by one.
+    num_new = 3 if engine._row_model.cache.can_split_input else 1
+    assert shapes[:2] == [(4, 12), (1, 9)]
+    assert set(shapes[2:]) == {(5, 1), (5, num_new)}
+
+
 def test_an_unsupported_attention_setting_falls_back_to_the_model_default(tmp_path: Path) -> None:
     make_family_model("gpt_oss", tmp_path)
     assert load_model(str(tmp_path), "float32", "cpu", "sdpa").config._attn_implementation == "eager"
