@@ -52,16 +52,13 @@ class Codec:
     Args:
         tagged: Classes whose values include the class name.
         sparse: Fields of other classes that are omitted when they have their default.
-        removed: Fields of earlier versions of tagged classes, which are ignored.
     """
 
     def __init__(
         self,
         tagged: tuple[type, ...] = (),
         sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
-        removed: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
-        self._removed = {cls.__name__: names for cls, names in removed.items()}
         self._converter = converter = Converter()
         for builtin_type in (int, float, str, bool):
             converter.register_structure_hook(builtin_type, _exact_decoder(builtin_type))
@@ -126,8 +123,6 @@ class Codec:
             _require_dict(value)
             fields = dict(value)
             decode_fields = decoders.get(tag := fields.pop(TAG, None))
-            for name in self._removed.get(tag, ()):
-                fields.pop(name, None)
             if decode_fields is None:
                 expected = f"; expected {' or '.join(decoders)}" if len(decoders) < 4 else ""
                 raise ValueError(f"unknown type {tag!r}{expected}")

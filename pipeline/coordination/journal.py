@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from staleflow.pipeline.coordination.commands import Abort, Command, Interrupt, Route
-from staleflow.pipeline.coordination.coordinator import MAX_ROUTES, Coordinator
+from staleflow.pipeline.coordination.commands import Command
+from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
@@ -41,11 +41,6 @@ CODEC = Codec(
         MemberInFlight,
         SourceState,
     ),
-    removed={
-        **dict.fromkeys(get_args(Command), ("cause",)),
-        Interrupt: ("cause", "route_number"),
-        Abort: ("cause", "route_number"),
-    },
 )
 REMOVED_COMMAND = "SetDraftLength"
 """Type of a command of earlier versions, which is not read."""
@@ -253,9 +248,7 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> ReplayC
     for entry in entries:
         num_events += 1
         try:
-            num_routes = sum(isinstance(command, Route) for command in entry.commands)
-            max_routes = MAX_ROUTES if num_routes <= MAX_ROUTES else num_routes + 1  # recorded when there was no limit
-            commands = coordinator.handle(entry.event, entry.now, max_routes=max_routes)
+            commands = coordinator.handle(entry.event, entry.now)
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
             return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)

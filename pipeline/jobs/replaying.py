@@ -48,7 +48,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     missing = ""
     coverage = _Coverage()
     for config, events in recorded_starts(run_dir):
-        coordinator = make_coordinator(load_job(run_dir, file=config.name, exact_rules=True))
+        coordinator = make_coordinator(load_job(run_dir, file=config.name))
         if trajectory is not None:
             coordinator.follow(trajectory)
         entries = journal.JournalReader(events)

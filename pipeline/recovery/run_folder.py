@@ -25,8 +25,6 @@ from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.routing import ROUTING
-from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings.source_kinds import kind_of
@@ -39,15 +37,6 @@ checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
 PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
 """Keys of a job whose values may be paths into the run's folder, besides those of user code."""
-REMOVED_KEYS = (
-    ("cluster", "delta_versions"),
-    ("simulation", "colocated"),
-    ("simulation", "gpus_per_instance"),
-    ("simulation", "trainer_gpus"),
-)
-"""Removed keys that jobs of stored runs may have. They are ignored, because they changed no result."""
-RULE_REGISTRIES = (ROUTING, SYNCHRONIZATION)
-"""Registries of rules whose removed names jobs of stored runs may have. These rules decided where and when work ran."""
 
 
 class FolderInUse(ConfigError):
@@ -122,31 +111,18 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
     return checkpoints[-1 if step is None else steps.index(step)]
 
 
-def load_job(
-    run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml", exact_rules: bool = False
-) -> RunConfig:
+def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
     """Load the job in a run's folder with its paths adjusted to the folder's current location, then apply overrides.
 
     Args:
         run_dir: The run's folder.
         overrides: `key=value` each.
         file: Name of the job file; config.N.toml for an earlier start.
-        exact_rules: Whether to refuse a job with a removed rule of `RULE_REGISTRIES`, because its decisions cannot be
-            repeated. If not, the default rule replaces it.
 
     Raises:
         ConfigError: There is no such file, or it is not a valid job.
     """
     tree = loading.read_tree(run_dir / file)
-    for registry in () if exact_rules else RULE_REGISTRIES:
-        *tables, name = registry.key.split(".")
-        rule = _value_at(tree, *tables, name)
-        rule_name = rule.get("name") if isinstance(rule, dict) else rule
-        if isinstance(rule_name, str) and rule_name in registry.unavailable:
-            _value_at(tree, *tables).pop(name)
-    for *tables, name in REMOVED_KEYS:
-        if isinstance(table := _value_at(tree, *tables), dict):
-            table.pop(name, None)
     new_dir, path_parts = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     is_job = all(isinstance(part, str) for part in path_parts)  # if not, loading raises the error below
     tools = _value_at(tree, "environment", "tools")

@@ -25,10 +25,10 @@ from typing import Any, Literal
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import trainer_group
-from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, Workers
-from staleflow.pipeline.recovery.role_recovery import RoleRecovery
+from staleflow.pipeline.runtime.role_recovery import RoleRecovery
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.actors.actor_calls import call_actor
@@ -55,6 +55,7 @@ class ActorClient:
     def __init__(self, config: RunConfig, workers: Workers) -> None:
         self._config = config
         self._workers = workers
+        self.clock = RunClock()
         self._device_turns = DeviceTurns(shared=config.shares_gpus)
         self._loss_times: dict[str, list[float]] = {}
         """Seconds of the run at which each role was lost."""
@@ -143,10 +144,10 @@ class ActorClient:
             result.cancel()
             await asyncio.gather(result, return_exceptions=True)
 
-    def record_loss(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
-        """Record the loss of an actor at second `now` of the run, and release its worker. Raises ActorLost if it and
-        its predecessors were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
-        role = name.partition(".")[0]
+    def record_loss(self, name: str, lost: ActorLost | ActorFailed) -> None:
+        """Record the loss of an actor now, and release its worker. Raises ActorLost if it and its predecessors were
+        lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
+        role, now = name.partition(".")[0], self.clock.elapsed_s
         self._loss_times.setdefault(role, []).append(now)
         recent_times = [loss_s for loss_s in self._loss_times[role] if now - loss_s < REPLACEMENT_WINDOW_S]
         self.loss_messages.append(f"{now:.1f} s: {lost}")

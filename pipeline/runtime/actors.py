@@ -29,7 +29,7 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.recovery.role_recovery import RoleRecovery
+from staleflow.pipeline.runtime.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.weight_publisher import WeightPublisher
 from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS, make_unusable_engine_error
 from staleflow.stores.errors import (
@@ -71,9 +71,9 @@ class Actors(WeightPublisher):
 
     # -- placing -------------------------------------------------------------------------------------------------
 
-    async def place_all(self, run_time_s: float, resumption: Resumption | None = None) -> None:
+    async def place_all(self, resumption: Resumption | None = None) -> None:
         """Place all actors, and publish the first version: 0, the base model, or the version from which a stored run
-        resumes. run_time_s: current time on the run's clock, in seconds."""
+        resumes."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._num_earlier_starts = 0 if resumption is None else resumption.earlier_starts
@@ -83,13 +83,10 @@ class Actors(WeightPublisher):
             return (resumption is not None or "server" in self._loss_times) and (self._run_dir / "store").exists()
 
         await gather_or_cancel(
-            self._place_at_start("server", run_time_s, lambda: self.place_server(run_time_s, resumed=store_exists())),
-            self._place_at_start("trainer", run_time_s, self.place_trainer),
-            *(
-                self._place_at_start(name, run_time_s, partial(self.place_reward_actor, name))
-                for name in config.reward_actors
-            ),
-            *(self._place_instance_at_start(i, run_time_s) for i in range(config.rollout.instances)),
+            self._place_at_start("server", lambda: self.place_server(resumed=store_exists())),
+            self._place_at_start("trainer", self.place_trainer),
+            *(self._place_at_start(name, partial(self.place_reward_actor, name)) for name in config.reward_actors),
+            *map(self._place_instance_at_start, range(config.rollout.instances)),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
         await gather_or_cancel(*(self._place_first_parameter_server(placed) for placed in weight_holders))
@@ -104,9 +101,9 @@ class Actors(WeightPublisher):
         self.verification.set_drift_limit(engine_logprobs, self._published_steps[version], resumption)
         # Instances pull version 0 too, although engines have loaded it from the model's folder: a wrong mapping of
         # names shows before the first step, and weights are verified before the first token is sampled.
-        await gather_or_cancel(*(self._pull_first(i, version, run_time_s) for i in list(self.instances.values())))
+        await gather_or_cancel(*(self._pull_first(i, version) for i in list(self.instances.values())))
 
-    async def _place_at_start(self, name: str, run_time_s: float, place: Callable[[], Awaitable[T]]) -> T:
+    async def _place_at_start(self, name: str, place: Callable[[], Awaitable[T]]) -> T:
         """Place an actor at the start of the run, again if its process is lost meanwhile. Raises ActorLost if it is
         lost too often; ActorSilent if it misses its deadline and ConfigError if it refuses the first weights, since
         both would happen again."""
@@ -121,10 +118,10 @@ class Actors(WeightPublisher):
                 role = trainer_group.role_of(lost.actor)
                 if role.partition(".")[0] != name:
                     raise
-                self.record_loss(role, lost, run_time_s)
+                self.record_loss(role, lost)
 
-    async def _place_instance_at_start(self, index: int, run_time_s: float) -> None:
-        await self._place_at_start(f"rollout-{index}", run_time_s, lambda: self.place_instance(index))
+    async def _place_instance_at_start(self, index: int) -> None:
+        await self._place_at_start(f"rollout-{index}", partial(self.place_instance, index))
 
     async def _place_first_parameter_server(self, actor: PlacedActor) -> None:
         """Place a host's parameter server. If the hosting process dies, its owner's next call reports the loss; the
@@ -150,7 +147,7 @@ class Actors(WeightPublisher):
         )
         return logprobs
 
-    async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, run_time_s: float) -> None:
+    async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Like `pull`, but replaces the instance if it is lost. Raises ConfigError if it refuses the weights."""
         try:
             await self.pull(instance, version)
@@ -163,8 +160,8 @@ class Actors(WeightPublisher):
         except ActorLost as lost:
             if lost.actor != instance.id:
                 raise
-            self.record_loss(instance.id, lost, run_time_s)
-            await self._place_instance_at_start(instance.index, run_time_s)
+            self.record_loss(instance.id, lost)
+            await self._place_instance_at_start(instance.index)
 
     @property
     def start_progress(self) -> str:
@@ -184,7 +181,7 @@ class Actors(WeightPublisher):
         """Place a reward worker or environment host. Raises ConfigError if it cannot load the job's code."""
         await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
 
-    async def replace_reward_actor(self, name: str, elapsed_s: Callable[[], float]) -> None:
+    async def replace_reward_actor(self, name: str) -> None:
         """Place a reward worker or environment host that was lost, again if its replacement is lost while it is placed.
         Raises ActorLost if it is lost too often, and as Workers.place does."""
         while True:
@@ -194,7 +191,7 @@ class Actors(WeightPublisher):
             except (ActorLost, ActorFailed) as lost:
                 if lost.actor != name:
                     raise
-                self.record_loss(name, lost, elapsed_s())
+                self.record_loss(name, lost)
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker, which loads the reward function. Raises ConfigError if that fails."""
@@ -236,13 +233,9 @@ class Actors(WeightPublisher):
         self._trainer_host = placed.host
         return placed
 
-    async def place_server(self, run_time_s: float, *, resumed: bool) -> PlacedActor:
-        """Place the trajectory server; retries while the store's bucket fails. Raises as Workers.place does.
-
-        Args:
-            run_time_s: The current time on the run's clock.
-            resumed: Whether it opens the existing store and reads the spool, instead of creating a store.
-        """
+    async def place_server(self, *, resumed: bool) -> PlacedActor:
+        """Place the trajectory server; retries while the store's bucket fails. Raises as Workers.place does. resumed:
+        whether it opens the existing store and reads the spool, instead of creating a store."""
         settings = actor_settings.server_settings(
             self._config, self._run_dir / "store", self._facts.context_length, resumed=resumed
         )
@@ -251,7 +244,7 @@ class Actors(WeightPublisher):
             logger.warning("%s; the trajectory server waits for its store", cause)
 
         return await retry_while_bucket_fails(
-            lambda: self._workers.place("server", "server", TrajectoryServer, settings, run_time_s),
+            lambda: self._workers.place("server", "server", TrajectoryServer, settings, self.clock.elapsed_s),
             self._config.deadlines.commit_s,
             failed,
         )

@@ -95,17 +95,15 @@ class Driver:
         self._run_dir = run_dir
         self._listener = listener
         self._resumption = resumption
-        self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
+        self._measurements = Measurements(config, actors.clock, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[events.Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
         self._commit_queue = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_phase)
         actors.verification.on_refused = self._commit_refusal
-        self._score_queue = ScoreQueue(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
-        self._environment_hosts = EnvironmentHosts(
-            config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s
-        )
+        self._score_queue = ScoreQueue(config, actors, self._inbox.put_nowait)
+        self._environment_hosts = EnvironmentHosts(config, actors, self._inbox.put_nowait)
         self._num_drawn = 0
         """Number of groups that the server has drawn; also the number of the next group."""
         self._draw_lock = asyncio.Lock()
@@ -119,7 +117,6 @@ class Driver:
             self._background,
             self._inbox.put_nowait,
             self._coordinator.is_drained,
-            lambda: self._measurements.elapsed_s,
         )
         self._progress_watch = ProgressWatch(self._coordinator, actors, self._commit_queue, config.deadlines)
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
@@ -134,7 +131,6 @@ class Driver:
             self.report.evaluations,
             self._inbox.put_nowait,
             self._note,
-            lambda: self._measurements.elapsed_s,
             lambda name: {} if self._fingerprints is None else self._fingerprints.digests(name),
             lambda name: changes_of(self._input_changes, name),
         )
@@ -148,9 +144,9 @@ class Driver:
             self._note(line)
         self._begin_phase("starting actors")
         progress_reports = asyncio.ensure_future(self._report_start_progress())
-        self._actors.recovery.start(lambda: self._measurements.elapsed_s)
+        self._actors.recovery.start()
         try:
-            await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
+            await self._actors.place_all(self._resumption)
         finally:
             progress_reports.cancel()
         weight_fingerprints = self._actors.trained_fingerprints
@@ -159,7 +155,7 @@ class Driver:
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
-        await self._actors.ask("server", "set_clock", self._measurements.elapsed_s)
+        await self._actors.ask("server", "set_clock", self._actors.clock.elapsed_s)
         if resumed is not None:
             self._handle(resumed)
         self._background.spawn(self._commit_queue.run(), "commits")
@@ -306,7 +302,7 @@ class Driver:
         self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
 
     def _handle(self, event: events.Event) -> None:
-        elapsed_s = self._measurements.elapsed_s
+        elapsed_s = self._actors.clock.elapsed_s
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
             new_commands = self._coordinator.handle(event, scaled_s)

@@ -60,15 +60,12 @@ class HostView:
 
 
 class EnvironmentHosts:
-    """The environment hosts of one run. emit: called with every outcome. elapsed_s: seconds of the run so far."""
+    """The environment hosts of one run. emit: called with every outcome."""
 
-    def __init__(
-        self, config: RunConfig, actors: Actors, emit: Callable[[Event], None], elapsed_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: RunConfig, actors: Actors, emit: Callable[[Event], None]) -> None:
         self._config = config
         self._actors = actors
         self._emit = emit
-        self._elapsed_s = elapsed_s
         count = config.environment.hosts if config.has_environment else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._has_logged_failure = False
@@ -170,8 +167,8 @@ class EnvironmentHosts:
         async with host.replace_lock:
             if host.placement != placement:
                 return
-            self._actors.record_loss(host.name, lost, self._elapsed_s())
-            await self._actors.replace_reward_actor(host.name, self._elapsed_s)
+            self._actors.record_loss(host.name, lost)
+            await self._actors.replace_reward_actor(host.name)
             self._resend_pending(host)
 
     async def move(self, name: str) -> None:

@@ -57,7 +57,6 @@ class EvaluationDriver:
         results: The run's evaluations; new ones are appended.
         emit: Called with each event for the coordinator.
         note: Adds a line to the run's report.
-        elapsed_s: Returns the seconds of the run so far.
         fingerprints: Returns the fingerprints of a set's data and reward, by the set's name, as in
         `Evaluation.summarize`.
         input_changes: Returns the changes of a set's inputs, by its name, as in `Evaluation.summarize`.
@@ -71,7 +70,6 @@ class EvaluationDriver:
         results: list[Evaluation],
         emit: Callable[[Event], None],
         note: Callable[[str], None],
-        elapsed_s: Callable[[], float],
         fingerprints: Callable[[str], Mapping[str, str]],
         input_changes: Callable[[str], Sequence[str]],
     ) -> None:
@@ -83,7 +81,6 @@ class EvaluationDriver:
         self._results = results
         self._emit = emit
         self._note = note
-        self._elapsed_s = elapsed_s
         self._fingerprints, self._input_changes = fingerprints, input_changes
         self._items: list[ItemSummary] = []
         self._num_requested = 0
@@ -142,7 +139,7 @@ class EvaluationDriver:
         if self._is_running or not self._is_due:
             return
         self._is_running, self._is_due = True, False
-        self._requested_at_s = self._elapsed_s()
+        self._requested_at_s = self._actors.clock.elapsed_s
         groups = tuple(
             NewGroup(group=group_of(self._num_requested, i, len(self._items)), prompt_tokens=item.prompt_tokens)
             for i, item in enumerate(self._items)
@@ -158,7 +155,7 @@ class EvaluationDriver:
             raise ProtocolViolation(
                 f"version {command.version} was evaluated with tokens of versions {sorted(other_versions)}"
             )
-        seconds = self._elapsed_s() - self._requested_at_s
+        seconds = self._actors.clock.elapsed_s - self._requested_at_s
         rewards = {
             name: group_by_prompt(
                 [pair for pair in zip(self._items, responses, strict=True) if pair[0].set_name == name]

@@ -13,7 +13,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import TOKEN_COUNTS, InstanceHandle
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, sum_recent_steps
 from staleflow.pipeline.profiling.run_profile import Profile, make_latency_settings
@@ -26,7 +26,8 @@ class Measurements:
     """Measurements of one run. Create it inside the run's event loop. earlier_s: seconds of the run before it was
     resumed."""
 
-    def __init__(self, config: RunConfig, earlier_s: float) -> None:
+    def __init__(self, config: RunConfig, clock: RunClock, earlier_s: float) -> None:
+        self._clock = clock
         self._earlier_s = earlier_s
         self._config = config
         self._scale = config.rollout.engine.time_scale
@@ -35,7 +36,6 @@ class Measurements:
             self._sizes.cost_model, config.oversampled_group_size, on_pull=config.rollout.on_pull,
             draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
-        self._started_s = 0.0
         self._training_started_s = self._idle_started_s = 0.0
         self._counted_until_s = 0.0
         self._staleness_samples: list[tuple[float, float]] = []
@@ -48,15 +48,10 @@ class Measurements:
     def start(self) -> None:
         """Start the run's clock. Starting actors, and evaluating before the run, do not count."""
         self._idle_started_s = now_s()
-        self._started_s = self._idle_started_s - self._earlier_s
+        self._clock.start(self._earlier_s)
         self._counted_until_s = self._earlier_s
         self._started_cpu_s = time.process_time()
         self._tracker.start(self._earlier_s * self._scale)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the run began, including those before it was resumed."""
-        return now_s() - self._started_s
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -65,7 +60,7 @@ class Measurements:
     ) -> None:
         """Count the time since the last call as assigned for each instance that had work. num_running: number of
         trajectories on each instance in that time."""
-        now = self.elapsed_s
+        now = self._clock.elapsed_s
         for name, count in num_running.items():
             if count and name in instances:
                 instances[name].assigned_s += now - self._counted_until_s
@@ -97,7 +92,7 @@ class Measurements:
             **self._engine_counts(instances),
             wait_s=self._training_started_s - self._idle_started_s,
             overhead_s=now - self._training_started_s - metrics["train_s"] - metrics["publish_s"],
-            elapsed_s=now - self._started_s,
+            elapsed_s=self._clock.elapsed_s,
         )
 
     def start_waiting(self) -> None:
@@ -116,7 +111,7 @@ class Measurements:
         """Seconds by activity; for instances the mean. steps: metrics of all training steps."""
         count = max(1, len(instances))
         return {
-            "wall_s": self.elapsed_s,
+            "wall_s": self._clock.elapsed_s,
             "train_s": sum(step["train_s"] for step in steps),
             "publish_s": sum(step["publish_s"] for step in steps),
             "trainer_overhead_s": sum(step["overhead_s"] for step in steps),

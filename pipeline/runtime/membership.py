@@ -49,7 +49,6 @@ class Membership:
     Args:
         emit: Called with every event, and with the error that ends the run.
         is_drained: Whether an instance is gone, or is leaving and runs nothing any more.
-        elapsed_s: Returns the seconds since the run started.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class Membership:
         background: Background,
         emit: Callable[[Event | BaseException], None],
         is_drained: Callable[[InstanceId], bool],
-        elapsed_s: Callable[[], float],
     ) -> None:
         self._config = config
         self._actors = actors
         self._background = background
         self._emit = emit
         self._is_drained = is_drained
-        self._elapsed_s = elapsed_s
         self._links_stopped = True
         self._missing_indices: set[int] = set()
         """Indices of instances that are being placed or wait for a worker."""
@@ -218,7 +215,7 @@ class Membership:
                         if task is not asyncio.current_task():
                             task.cancel()
                     self._emit(InstanceLost(instance=instance.id, why=str(lost)))
-                    self._actors.record_loss(instance.placed.name, lost, self._elapsed_s())
+                    self._actors.record_loss(instance.placed.name, lost)
                     self._start_replacing(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._emit(error)
@@ -242,7 +239,7 @@ class Membership:
                 is_own_loss = placed is not None and self._is_own_loss(placed, lost)
                 if lost.actor.partition(".")[0] != f"rollout-{index}" and not is_own_loss:
                     raise
-                self._actors.record_loss(lost.actor if placed is None else placed.id, lost, self._elapsed_s())
+                self._actors.record_loss(lost.actor if placed is None else placed.id, lost)
                 continue
             else:
                 self._join(instance)

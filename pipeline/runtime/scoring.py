@@ -38,20 +38,17 @@ MAX_GROUPS_COUNTED = 10_000
 
 
 class ScoreQueue:
-    """The responses of one run that wait for a reward worker. emit: called with every score. elapsed_s: returns the
-    seconds of the run so far."""
+    """The responses of one run that wait for a reward worker. emit: called with every score."""
 
     def __init__(
         self,
         config: RunConfig,
         actors: Actors,
         emit: Callable[[TrajectoryScored], None],
-        elapsed_s: Callable[[], float],
     ) -> None:
         self._config = config
         self._actors = actors
         self._emit = emit
-        self._elapsed_s = elapsed_s
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._num_idle_workers = 0
         """Number of reward workers that wait for work."""
@@ -140,7 +137,7 @@ class ScoreQueue:
         for start_s, and no other reward worker is left."""
         while True:
             try:
-                return await self._actors.replace_reward_actor(name, self._elapsed_s)
+                return await self._actors.replace_reward_actor(name)
             except NoFreeWorker as error:
                 if not self._actors.has_other_reward_actor(name):
                     raise
@@ -162,7 +159,7 @@ class ScoreQueue:
                     raise
                 for trajectory in batch:
                     self._queue.put_nowait(trajectory)
-                self._actors.record_loss(name, lost, self._elapsed_s())
+                self._actors.record_loss(name, lost)
                 await self._replace(name)
                 continue
             for trajectory, reward, error in scores:

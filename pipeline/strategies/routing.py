@@ -97,10 +97,6 @@ ROUTING: Registry[Routing] = Registry(
     "rollout.routing",
     Routing,
     user_code=UserRouting,
-    unavailable=dict.fromkeys(
-        ("random", "round_robin", "least_requests", "throughput_optimal"),
-        "is not in this version; use deadline in the job, and replay a stored run with the version that wrote it",
-    ),
 )
 """A rule may have the parameters `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the
 bound."""

@@ -25,13 +25,7 @@ class Synchronization(RegistryEntry, ABC):
 
 
 SYNCHRONIZATION: Registry[Synchronization] = Registry(
-    "synchronization rule",
-    "rollout.synchronization",
-    Synchronization,
-    unavailable=dict.fromkeys(
-        ("status", "hypothesis"),
-        "is not in this version; use staggered in the job, and replay a stored run with the version that wrote it",
-    ),
+    "synchronization rule", "rollout.synchronization", Synchronization
 )
 """A rule may have the parameters `eta`, the bound, and `interrupts`: whether a pull interrupts what an instance
 runs."""

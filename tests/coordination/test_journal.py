@@ -282,18 +282,6 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_fields_that_commands_had_in_the_previous_version_are_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    interrupt = '{"type":"Interrupt","trajectory":19,"route_number":1,"instance":"b","cause":"Tick#246"}'
-    abort = '{"type":"Abort","trajectory":4,"route_number":1,"instance":"a","cause":"Tick#246"}'
-    path.write_text(f'{{"now":1.5,"event":{{"type":"Tick"}},"commands":[{interrupt},{abort}]}}\n')
-    (entry,) = journal.JournalReader(path)
-    one, two = InstanceId("a"), InstanceId("b")
-    assert entry.commands == (
-        Interrupt(trajectory=TrajectoryId(19), instance=two), Abort(trajectory=TrajectoryId(4), instance=one)
-    )  # fmt: skip
-
-
 def test_a_command_of_the_previous_version_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     removed, kept = '{"type":"SetDraftLength","instance":"b","length":4}', '{"type":"Score","trajectory":7}'

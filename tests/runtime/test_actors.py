@@ -50,7 +50,7 @@ async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> N
         beside = stage.workers.placed["parameters-two"].address
         lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
         assert lost.placed.address == beside
-        stage.actors.record_loss(lost.id, ActorLost(lost.id), 0.0)
+        stage.actors.record_loss(lost.id, ActorLost(lost.id))
         assert "parameters-two" not in stage.workers.placed
         stage.publish(V1)
         await stage.actors.pull(other, V1)
@@ -80,7 +80,7 @@ async def test_an_environment_host_placed_after_a_loss_is_a_replacement(
 
     monkeypatch.setattr(actor_settings, "environment_settings", noted)
     async with body.placed("task.multi_turn=yes", "workload.kind=agentic") as stage:
-        stage.actors.record_loss("environment-0", ActorLost("environment-0 is gone"), 0.0)
+        stage.actors.record_loss("environment-0", ActorLost("environment-0 is gone"))
         await stage.actors.place_environment("environment-0")
         assert replaces == [False, True]
 
@@ -160,7 +160,7 @@ async def test_a_long_call_ends_when_its_actor_is_recorded_as_lost(body: Body) -
         training = asyncio.ensure_future(stage.actors.ask("trainer", "version", deadline="train_s"))
         await asyncio.sleep(1.0)
         assert not training.done()
-        stage.actors.record_loss("trainer", ActorLost("trainer is gone", "trainer"), 1.0)
+        stage.actors.record_loss("trainer", ActorLost("trainer is gone", "trainer"))
         with pytest.raises(ActorLost, match="trainer is gone"):
             await training
         assert asyncio.get_running_loop().time() - begin == pytest.approx(1.0)
@@ -254,24 +254,25 @@ async def test_versions_in_use_are_kept_on_every_host(body: Body) -> None:
 async def test_a_replacement_has_a_new_name_and_the_newest_version(body: Body) -> None:
     async with body.placed() as stage:
         stage.publish(V2)
-        stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
+        stage.actors.clock.start(12.34)
+        stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"))
         assert stage.actors.loss_messages == ["12.3 s: rollout-0 is gone"]
         assert list(stage.actors.instances) == ["rollout-1"]
         instance = await stage.actors.place_instance(0)
         assert (instance.id, instance.index, instance.version) == ("rollout-0.1", 0, V2)
-        stage.actors.record_loss("rollout-0.1", ActorLost("again"), 20.0)
+        stage.actors.record_loss("rollout-0.1", ActorLost("again"))
         assert (await stage.actors.place_instance(0)).id == "rollout-0.2"
         assert list(stage.actors.instances) == ["rollout-1", "rollout-0.2"]
 
 
 async def test_the_fourth_loss_of_an_instance_raises_and_other_instances_do_not_count(body: Body) -> None:
     async with body.placed() as stage:
-        stage.actors.record_loss("rollout-1", ActorLost("other"), 0.0)
+        stage.actors.record_loss("rollout-1", ActorLost("other"))
         for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
-            stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 0.0)
+            stage.actors.record_loss(name, ActorLost(f"{name} is gone"))
             await stage.actors.place_instance(0)
         with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.3 is gone"):
-            stage.actors.record_loss("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
+            stage.actors.record_loss("rollout-0.3", ActorLost("rollout-0.3 is gone"))
         assert len(stage.actors.loss_messages) == 5
 
 
@@ -280,10 +281,11 @@ async def test_losses_older_than_an_hour_do_not_count(body: Body) -> None:
     async with body.placed() as stage:
         for hour in range(8):
             name = f"rollout-0.{hour}" if hour else "rollout-0"
-            stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 1300.0 * hour)
+            stage.actors.clock.start(1300.0 * hour)
+            stage.actors.record_loss(name, ActorLost(f"{name} is gone"))
             await stage.actors.place_instance(0)
         with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.8 is gone"):
-            stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
+            stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"))
 
 
 async def test_a_version_being_fetched_or_saved_is_kept(body: Body) -> None:

@@ -16,6 +16,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.jobs import summary as report
 from staleflow.pipeline.jobs.execution import RunEnd
+from staleflow.pipeline.processes.clock import RunClock
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import (
@@ -46,6 +47,7 @@ class LocalActors:
 
     def __init__(self, actors: dict[str, Any]) -> None:
         self._actors = actors
+        self.clock = RunClock()
 
     async def ask(self, name: str, method: str, *args: Any, deadline: str = "") -> Any:
         return await getattr(self._actors[name], method)(*args)
@@ -63,7 +65,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
         requests: list[Any] = []
         results: list[Evaluation] = []
         evaluating = EvaluationDriver(
-            config, actors, folder, results, requests.append, lambda _: None, lambda: 0.0,
+            config, actors, folder, results, requests.append, lambda _: None,
             lambda name: {"reward": "r", "data": "d", "template": "t"}, lambda name: [f"a change of {name}"],
         )  # fmt: skip
         try:

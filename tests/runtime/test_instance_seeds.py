@@ -58,14 +58,14 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
         config = loading.from_tree({"model": {"path": "x"}, "rollout": {"max_new_tokens": 8}})
         actors = Actors(config, cast(Workers, cluster), tmp_path, ModelFacts(context_length=64, eos=(1,), nonce="n"))
         try:
-            await actors.place_all(0.0, resumption)
+            await actors.place_all(resumption)
         except ActorLost:
             cluster.engines.clear()
         for index in range(instances):
             for attempt in range(MAX_REPLACEMENTS + 1):
                 instance = await actors.place_instance(index)
                 if attempt < MAX_REPLACEMENTS:
-                    actors.record_loss(instance.placed.name, ActorLost("gone"), 0.0)
+                    actors.record_loss(instance.placed.name, ActorLost("gone"))
         return cluster
 
     return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}

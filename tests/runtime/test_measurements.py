@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading
+from staleflow.pipeline.processes.clock import RunClock
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.pipeline.runtime.measurements import Measurements
@@ -22,7 +23,7 @@ async def test_assigned_time_excludes_time_before_the_resume(earlier_s: float) -
     placed = PlacedActor("rollout-0", "rollout", "tcp://a", "tcp://a", "host", actor=None, future=None)
     instance = InstanceHandle(placed, 0)
 
-    measured = Measurements(config, earlier_s)
+    measured = Measurements(config, RunClock(), earlier_s)
     await asyncio.sleep(5.0)
     measured.count_assigned_time({instance.id: 1}, {instance.id: instance})
     assert instance.assigned_s == pytest.approx(5.0)

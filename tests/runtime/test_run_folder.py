@@ -23,7 +23,6 @@ from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs import job_driver
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.job_driver import Submission
-from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery import resumption, run_folder
 from staleflow.pipeline.recovery.run_folder import (
     FolderInUse,
@@ -400,44 +399,3 @@ def test_store_ls_names_a_run_without_a_store(light_job: Path) -> None:
     folder = prepare_run_dir(loading.load(light_job))
     (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
     assert (row["run"], row["state"]) == (str(folder), "no store")
-
-
-def test_a_stored_job_may_have_a_removed_key_without_effect(light_job: Path) -> None:
-    config = started_run(light_job)
-    path = config.run_dir / "config.toml"
-    path.write_text(path.read_text().replace("[cluster]", "[cluster]\ndelta_versions = 4", 1))
-    assert load_job(config.run_dir) == config
-    with pytest.raises(ConfigError, match=r"unknown key cluster\.delta_versions"):
-        loading.load(path)
-
-
-@pytest.mark.parametrize(
-    ("stored", "removed_value", "name"),
-    [
-        (
-            '[rollout.synchronization]\nname = "staggered"',
-            '[rollout.synchronization]\nname = "hypothesis"',
-            "hypothesis",
-        ),
-        ('[rollout.routing]\nname = "deadline"', '[rollout.routing]\nname = "random"', "random"),
-        (
-            '[rollout.routing]\nname = "deadline"',
-            '[rollout.routing]\nname = "throughput_optimal"\nmu = 0.1',
-            "throughput",
-        ),
-    ],
-)
-def test_a_stored_run_with_a_removed_rule_is_readable_and_cannot_be_replayed(
-    light_job: Path, stored: str, removed_value: str, name: str
-) -> None:
-    """Only decisions of the coordinator depend on the rule."""
-    config = started_run(light_job)
-    path = config.run_dir / "config.toml"
-    assert stored in path.read_text()
-    path.write_text(path.read_text().replace(stored, removed_value, 1))
-    assert load_job(config.run_dir) == config
-    with pytest.raises(ConfigError, match=f"{name}.* is not in this version"):
-        load_job(config.run_dir, exact_rules=True)
-    (config.run_dir / "events.jsonl").touch()
-    with pytest.raises(ConfigError, match=f"{name}.* is not in this version"):
-        replay_run(config.run_dir)

@@ -38,7 +38,7 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
         def tell(event: TrajectoryScored) -> None:
             scored_at[int(event.trajectory)] = time()
 
-        scoring = ScoreQueue(config, judges, tell, time)  # type: ignore[arg-type]  # all of Actors that it uses here
+        scoring = ScoreQueue(config, judges, tell)  # type: ignore[arg-type]  # all of Actors that it uses here
         tasks = [asyncio.ensure_future(work) for work in scoring.coroutines()]
         for pause_s, trajectory in puts:
             await asyncio.sleep(pause_s)

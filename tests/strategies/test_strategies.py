@@ -121,22 +121,6 @@ def test_staggered_pulls_twice_in_the_life_of_a_group(eta: int, interrupts: bool
     assert [Greedy().num_pulling(count) for count in range(1, 7)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "instead"),
-    [
-        ("synchronization", "status", "staggered"),
-        ("synchronization", "hypothesis", "staggered"),
-        ("routing", "random", "deadline"),
-        ("routing", "round_robin", "deadline"),
-        ("routing", "least_requests", "deadline"),
-        ("routing", "throughput_optimal", "deadline"),
-    ],
-)
-def test_a_removed_rule_is_rejected_with_its_replacement(key: str, name: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.{key} = '{name}' is not in this version; use {instead} in the job"):
-        loading.from_tree({"rollout": {key: name}})
-
-
 def test_migration_moves_urgent_work_first_and_stops_without_gain() -> None:
     rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
     crowd = [MovableTrajectory(kv_tokens=100, remaining_tokens=500, deadline=60 - i) for i in range(60)]

@@ -289,7 +289,7 @@ class Body:
         workers = InProcessWorkers(world.actors, faults, hosts)
         stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))
         try:
-            await stage.actors.place_all(0.0, resumption)
+            await stage.actors.place_all(resumption)
             yield stage
         finally:
             await stage.actors.close()

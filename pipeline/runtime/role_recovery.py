@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.trainer_group import role_of
-from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.runtime.actors import Actors
 
 logger = logging.getLogger(__name__)
 
@@ -37,46 +40,25 @@ PING_S = 2.0
 """Seconds between two pings of the roles."""
 
 
-class Roles(Protocol):
-    """The methods of Actors that recovery needs."""
-
-    @property
-    def trained_fingerprints(self) -> Mapping[PolicyVersion, str]: ...
-
-    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["silent_s"]) -> Any: ...
-
-    async def ask_once(self, name: str, method: str, *args: Any) -> Any: ...
-
-    def record_loss(self, name: str, lost: ActorLost, now: float) -> None: ...
-
-    async def place_server(self, run_time_s: float, *, resumed: bool) -> PlacedActor: ...
-
-    async def place_trainer(self) -> PlacedActor: ...
-
-    async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
-
-    async def repeat_step(self, step: int) -> None: ...
-
-
 class RoleRecovery:
     """Restores the actors of one run that have state. resume_points: folder of its resume points."""
 
-    def __init__(self, actors: Roles, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()) -> None:
+    def __init__(self, actors: Actors, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()) -> None:
         """resume_every: training steps between two resume points; 0 for none. ranks: names of the trainer's ranks other
         than the leading one."""
         self._actors = actors
         self._ranks = ranks
         self._resume_points = ResumePoints(resume_points)
         self._resume_every = resume_every
-        self._elapsed_s: Callable[[], float] | None = None
+        self._is_started = False
         self._restorations: dict[str, asyncio.Task[None]] = {}
         self._restored_s: dict[str, float] = {}
         self._failed: dict[str, BaseException] = {}
         """Errors of roles that could not be restored, which end the run."""
 
-    def start(self, elapsed_s: Callable[[], float]) -> None:
-        """Start restoring lost actors. elapsed_s: seconds of the run so far."""
-        self._elapsed_s = elapsed_s
+    def start(self) -> None:
+        """Start restoring lost actors."""
+        self._is_started = True
 
     @property
     def is_restoring(self) -> bool:
@@ -103,7 +85,7 @@ class RoleRecovery:
 
     async def stop(self) -> None:
         """Stop restoring lost actors."""
-        self._elapsed_s = None
+        self._is_started = False
         tasks = list(self._restorations.values())
         for task in tasks:
             task.cancel()
@@ -117,7 +99,7 @@ class RoleRecovery:
                 when another attempt would miss its deadline again.
         """
         role = role_of(lost.actor)
-        if role not in ("trainer", "server") or self._elapsed_s is None:
+        if role not in ("trainer", "server") or not self._is_started:
             raise lost
         if isinstance(lost, ActorSilent) and not self._actors.trained_fingerprints:
             raise lost
@@ -127,7 +109,7 @@ class RoleRecovery:
             return
         task = self._restorations.get(role)
         if task is None:
-            task = self._restorations[role] = asyncio.ensure_future(self._restore(role, lost, self._elapsed_s))
+            task = self._restorations[role] = asyncio.ensure_future(self._restore(role, lost))
             task.add_done_callback(lambda task: self._record_end(role, task))
         await asyncio.shield(task)
 
@@ -140,19 +122,19 @@ class RoleRecovery:
         else:
             self._failed[role] = error
 
-    async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
+    async def _restore(self, role: str, lost: ActorLost) -> None:
         """Place a role again until it is restored. Raises ActorLost if it cannot be. lost: the loss of its actor."""
         while True:
             resume_point = self._newest_resume_point(max(self._actors.trained_fingerprints, default=PolicyVersion(0)))
             if role == "trainer" and resume_point is None:
                 raise lost
-            self._actors.record_loss(role, lost, elapsed_s())
+            self._actors.record_loss(role, lost)
             try:
                 if role == "trainer":
                     await self._restore_trainer(resume_point or PolicyVersion(0))
                 else:
-                    placed = await self._actors.place_server(elapsed_s(), resumed=True)
-                    await self._actors.ask_once("server", "set_clock", elapsed_s())
+                    placed = await self._actors.place_server(resumed=True)
+                    await self._actors.ask_once("server", "set_clock", self._actors.clock.elapsed_s)
                     logger.warning("the trajectory server is restored on %s with its store and spool", placed.address)
                 return
             except NoFreeWorker as error:
