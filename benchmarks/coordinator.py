@@ -25,7 +25,6 @@ from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     InstanceJoined,
     InstanceReported,
-    NewGroup,
     RoutingContinued,
     Tick,
     TrajectorySampled,
@@ -33,6 +32,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.runtime.driver import GROUPS_PER_EVENT
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 SIZES = ((16, 1_024), (128, 8_192), (1_024, 65_536), (4_096, 262_144))

@@ -24,10 +24,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 

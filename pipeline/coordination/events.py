@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, NewGroup
 from staleflow.stores.trajectories.records import SourceState
-from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +23,6 @@ class RunResumed:
     """Groups drawn by the time of `sources`."""
     sources: tuple[SourceState, ...] = ()
     """Of a mixture: the sources' states at the stored run's last commit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewGroup:
-    """A prompt for a new group. The coordinator receives its length, never its text."""
-
-    group: GroupId
-    prompt_tokens: int
-    source: int = 0
-    """Number of its task source."""
-    task: int = -1
-    """Number of its task in that source; -1: the group's own number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, cast, get_args
 
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
+from staleflow.pipeline.coordination.events import DecodeStats, Event, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
-from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
 from staleflow.stores.serialization import Codec
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import SourceState

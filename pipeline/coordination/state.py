@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from staleflow.pipeline.coordination.evaluations import Evaluations, RunningEvaluation
-from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
@@ -26,7 +25,7 @@ from staleflow.pipeline.coordination.trajectories import (
 )
 from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
 from staleflow.stores.trajectory import (

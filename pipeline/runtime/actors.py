@@ -101,7 +101,12 @@ class Actors(WeightPublisher):
         self.verification.set_drift_limit(engine_logprobs, self._published_steps[version], resumption)
         # Instances pull version 0 too, although engines have loaded it from the model's folder: a wrong mapping of
         # names shows before the first step, and weights are verified before the first token is sampled.
-        await gather_or_cancel(*(self._pull_first(i, version) for i in list(self.instances.values())))
+        await gather_or_cancel(
+            *(
+                self._place_at_start(f"rollout-{i.index}", partial(self._pull_first, i, version))
+                for i in list(self.instances.values())
+            )
+        )
 
     async def _place_at_start(self, name: str, place: Callable[[], Awaitable[T]]) -> T:
         """Place an actor at the start of the run, again if its process is lost meanwhile. Raises ActorLost if it is
@@ -148,20 +153,13 @@ class Actors(WeightPublisher):
         return logprobs
 
     async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        """Like `pull`, but replaces the instance if it is lost. Raises ConfigError if it refuses the weights."""
-        try:
-            await self.pull(instance, version)
-            if self._device_turns.shared:
-                await self.put_to_sleep(instance)
-        except ActorSilent:
-            raise
-        except WeightsRefused as refused:
-            raise make_unusable_engine_error(refused) from refused
-        except ActorLost as lost:
-            if lost.actor != instance.id:
-                raise
-            self.record_loss(instance.id, lost)
-            await self._place_instance_at_start(instance.index)
+        """Load the first version on an instance, or on another in its place if it is lost."""
+        if instance.id not in self.instances:
+            await self.place_instance(instance.index)
+            return
+        await self.pull(instance, version)
+        if self._device_turns.shared:
+            await self.put_to_sleep(instance)
 
     @property
     def start_progress(self) -> str:

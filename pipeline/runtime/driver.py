@@ -345,12 +345,8 @@ class Driver:
 
     async def _draw(self, command: commands.FetchPrompts) -> None:
         async with self._draw_lock:  # groups start in the order of their numbers
-            drawn_groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
+            groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
-            groups = [
-                events.NewGroup(group=g.group, prompt_tokens=g.num_prompt_tokens, source=g.source, task=g.task)
-                for g in drawn_groups
-            ]
             for first in range(0, len(groups), GROUPS_PER_EVENT):
                 self._inbox.put_nowait(events.GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
                 await asyncio.sleep(0)  # so that other calls run between these events

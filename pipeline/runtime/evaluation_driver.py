@@ -26,7 +26,7 @@ from typing import NamedTuple
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationSchedule
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import FinishEvaluation
-from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
+from staleflow.pipeline.coordination.events import EvaluationRequested, Event
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import (
@@ -40,6 +40,7 @@ from staleflow.pipeline.runtime.evaluation_results import (
 )
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.files import replace_text
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary, group_of

@@ -14,9 +14,9 @@ from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     EnvironmentStepped,
     EvaluationRequested,
-    NewGroup,
     TrajectoryScored,
 )
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, TrajectoryId
 from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Workload

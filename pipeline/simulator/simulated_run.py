@@ -25,6 +25,7 @@ from staleflow.pipeline.simulator.simulated_environments import (
     SimulatedEvaluations,
 )
 from staleflow.stores.errors import RunStuck
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import (
     Fate,
     GroupId,
@@ -227,9 +228,7 @@ class SimulatedRun:
                 self._next_group = groups.stop
                 draws = command.draws or [(0, -1)] * command.num_groups
                 new = tuple(
-                    events.NewGroup(
-                        group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task
-                    )
+                    NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task)
                     for g, (source, task) in zip(groups, draws, strict=True)
                 )
                 self._emit_after(self._simulation.fetch_prompts_s, events.GroupsArrived(groups=new))

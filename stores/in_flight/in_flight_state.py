@@ -64,6 +64,18 @@ class MemberInFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewGroup:
+    """A prompt for a new group. The coordinator receives its length, never its text."""
+
+    group: GroupId
+    prompt_tokens: int
+    source: int = 0
+    """Number of its task source."""
+    task: int = -1
+    """Number of its task in that source; -1: the group's own number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInFlight:
     """A group in flight, without tokens."""
 

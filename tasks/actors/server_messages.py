@@ -12,16 +12,6 @@ from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnGroup:
-    """A group with its prompt: its id, the prompt's length in tokens, and its source and task as in GroupDrawn."""
-
-    group: GroupId
-    num_prompt_tokens: int
-    source: int = 0
-    task: int = -1
-
-
 class EvaluatedResponse(NamedTuple):
     """The state of an evaluation's response. score: None until it is scored. versions: policy versions of its tokens.
     answer_digest: empty if scoring failed or the response has several turns."""

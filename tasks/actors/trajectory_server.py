@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from staleflow.stores.in_flight import spool_entries
-from staleflow.stores.in_flight.in_flight_state import InFlightState
+from staleflow.stores.in_flight.in_flight_state import InFlightState, NewGroup
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
@@ -140,9 +140,7 @@ class TrajectoryServer:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    async def draw(
-        self, first_group: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()
-    ) -> list[server_messages.DrawnGroup]:
+    async def draw(self, first_group: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()) -> list[NewGroup]:
         """Draw the prompts of `num_groups` groups, numbered from `first_group` on. Returns their lengths.
 
         draws: (source, task) of each; empty: the only source's tasks with the groups' numbers.
@@ -163,10 +161,7 @@ class TrajectoryServer:
         ]
         await self._async_spool.append([entry for entry in drawn if self._in_flight.apply(entry)])
         return [
-            server_messages.DrawnGroup(
-                group=entry.group, num_prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task
-            )
-            for entry in drawn
+            NewGroup(group=e.group, prompt_tokens=len(e.prompt_tokens), source=e.source, task=e.task) for e in drawn
         ]
 
     async def held_out(self, count: int) -> list[HeldOut]:

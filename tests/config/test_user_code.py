@@ -14,11 +14,12 @@ from staleflow.pipeline.config.factories import make_coordinator, make_strategie
 from staleflow.pipeline.config.knob_tree import to_toml
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Route
-from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
+from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined
 from staleflow.pipeline.jobs.job_driver import Submission, configure_for_cluster
 from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, write_code
 from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion
 from staleflow.tasks.training.advantage import UserAdvantage
 from staleflow.tasks.training.loss import LOSSES, Tokens

@@ -34,7 +34,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceLeaving,
     InstanceLost,
     InstanceReported,
-    NewGroup,
     PullFinished,
     RoutingContinued,
     RunResumed,
@@ -54,7 +53,7 @@ from staleflow.pipeline.strategies.migration import MIGRATION
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel

@@ -15,7 +15,6 @@ from staleflow.pipeline.coordination.events import (
     EvaluationRequested,
     InstanceLeaving,
     InstanceLost,
-    NewGroup,
     Tick,
     TrajectoryFailed,
 )
@@ -23,6 +22,7 @@ from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Inte
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, commands_of
 

@@ -35,7 +35,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceJoined,
     InstanceLost,
     InstanceReported,
-    NewGroup,
     PullFinished,
     StopRequested,
     Tick,
@@ -46,6 +45,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.support.driver_runs import MOVES
 from tests.support.examples import num_examples

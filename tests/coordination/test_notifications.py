@@ -24,7 +24,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceLost,
     InstanceReported,
     InstanceSlept,
-    NewGroup,
     PullFinished,
     RoutingContinued,
     RunResumed,
@@ -38,6 +37,7 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.coordination.forecast import EpisodeForecast, LengthForecast
 from staleflow.pipeline.coordination.state_counts import RunningMean, RunningMeans, TruncationCounts
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 

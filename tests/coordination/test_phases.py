@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.pipeline.coordination.phases import NEXT_PHASE, Phase, Transition, next_phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.state_dumps import dump_state

@@ -27,7 +27,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceJoined,
     InstanceLost,
     InstanceReported,
-    NewGroup,
     PullFinished,
     StopRequested,
     Tick,
@@ -41,6 +40,7 @@ from staleflow.pipeline.strategies.admission import ADMISSION
 from staleflow.pipeline.strategies.filtering import STRAGGLERS
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.support.entries import table
 from tests.support.examples import num_examples

@@ -11,8 +11,9 @@ from benchmarks.routing_rules import Random
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.coordinator import MAX_ROUTES
-from staleflow.pipeline.coordination.events import GroupsArrived, NewGroup, RoutingContinued, TrajectorySampled
+from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectorySampled
 from staleflow.pipeline.coordination.journal import JournalEntry
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId
 from tests.coordination.test_coordinator import A, B, Bench, C
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.pipeline.coordination.mixture import Mixture, MixtureSource
@@ -22,6 +21,7 @@ from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import WorkQueue
 from staleflow.pipeline.strategies.samplers import InOrder
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.state_dumps import dump_state

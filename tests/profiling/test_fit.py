@@ -19,7 +19,6 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import FetchPrompts, Pull, Score, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
-    NewGroup,
     PullFinished,
     Tick,
     TrajectorySampled,
@@ -33,6 +32,7 @@ from staleflow.pipeline.profiling.fit import StepPoint, fit_steps
 from staleflow.pipeline.profiling.run_profile import profile_run
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.support.simulated_store import stored_simulation
