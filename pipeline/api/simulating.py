@@ -20,10 +20,9 @@ from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
 from staleflow.pipeline.config.knob_tree import Overrides
 from staleflow.pipeline.config.schema import RunConfig, SimulationConfig
-from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
 from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.profiling.diagnosis import max_versions_behind
-from staleflow.pipeline.profiling.run_profile import profile_run
+from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
 from staleflow.pipeline.simulator.analysis import (
     SimulationStats,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.simulated_effect import SimulatedEffect, check_by_simulation
 from staleflow.pipeline.jobs.starts import read, sum_over_starts
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, group_by_set
@@ -44,8 +43,7 @@ def write_report(config: RunConfig, report: RunReport, run_dir: Path) -> dict[st
     summary = summarize(config, sum_over_starts(report, run_dir), run_dir)
     summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if report.diagnosis is not None:
-        diagnosis_and_effect = check_by_simulation(run_dir, report.profile, report.diagnosis, config.rollout.instances)
-        summary["diagnosis"] = make_diagnosis_entry(*diagnosis_and_effect)
+        summary["diagnosis"] = make_diagnosis_entry(report.diagnosis, run_dir)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if report.steps:
         with replacing(run_dir / "summary.png", REMEDY) as tmp_path:
@@ -128,20 +126,18 @@ def _compare_cost_model(config: RunConfig, report: RunReport) -> dict[str, Any]:
     measured_over_predicted: the ratio of the two; None if too few steps were measured. drifted: whether the ratio
     differs from 1 by more than rollout.cost_tolerance.
     """
-    ratio = report.profile.fit.ratio_to(config.rollout.cost) if report.profile else None
+    ratio = report.fit.ratio_to(config.rollout.cost) if report.fit else None
     drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
     return {"measured_over_predicted": ratio, "drifted": drifted}
 
 
-def make_diagnosis_entry(diagnosis: Diagnosis, effect: SimulatedEffect) -> dict[str, Any]:
-    """The bottleneck of a run and the expected effect of a change, for summary.json. Its `line` has both as one line of
-    text."""
-    return {
-        **diagnosis.as_dict(),
-        "expected_ratio": effect.ratio,
-        "command": effect.command,
-        "line": f"{diagnosis.line}; {effect.line}",
-    }
+def make_diagnosis_entry(diagnosis: Diagnosis, run_dir: Path) -> dict[str, Any]:
+    """The bottleneck of a run for summary.json. Its `line` has the finding, the advice, and the command that simulates
+    the advised change."""
+    changes = (f"--set {key}={json.dumps(value)}" for key, value in diagnosis.change)
+    command = " ".join(["staleflow simulate --from", str(run_dir), *changes]) if diagnosis.change else ""
+    line = diagnosis.line + (f"; simulate it: {command}" if command else "")
+    return {**diagnosis.as_dict(), "command": command, "line": line}
 
 
 def format_step(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:

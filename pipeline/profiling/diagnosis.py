@@ -128,11 +128,7 @@ class Diagnosis:
     advice: str
     """What to change, for display."""
     change: tuple[tuple[str, float | str], ...] = ()
-    """Keys of the job file and the values advised, for simulating their effect."""
-    halved_keys: tuple[str, ...] = ()
-    """Keys of times that are halved for simulating the effect."""
-    run_values: tuple[tuple[str, float], ...] = ()
-    """Keys and values that describe the run but are not in its job file, such as slow instances."""
+    """Keys of the job file and the values advised, for a simulation."""
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis as plain values, for JSON."""
@@ -156,7 +152,7 @@ def diagnose(times: StepTimes, sizes: JobSizes) -> Diagnosis | None:
         return None
     share = times.waiting.total_s / times.total_s
     if share < SMALL_SHARE:
-        return diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.instances)
+        return _diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.instances)
     return _diagnose_waiting(times, sizes, share)
 
 
@@ -173,7 +169,6 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             cause=Cause.REWARD,
             finding=f"{waits}, {waiting_times.share(waiting_times.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
-            halved_keys=("simulation.reward_s",),
         )
     if waiting_times.share(waiting_times.environment_s) >= MAIN_SHARE:
         return _diagnose_environment(waiting_times, sizes, share)
@@ -185,10 +180,6 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             finding=f"{waits}, and {names} {factor:.1f} times as long for a token as the others",
             advice="check what else runs on that machine, or leave it out",
             change=(("simulation.straggler_share", 0.0),),
-            run_values=(
-                ("simulation.straggler_share", len(slow_names) / sizes.instances),
-                ("simulation.straggler_factor", factor),
-            ),
         )
     if waiting_times.share(waiting_times.pull_s) >= MAIN_SHARE:
         return diagnosis(
@@ -196,7 +187,6 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             finding=f"{waits}, and instances load weights {waiting_times.share(waiting_times.pull_s):.0%} of that",
             advice="take larger steps (batch.groups_per_step), publish bfloat16 instead of float32 (model.dtype), or "
             "use a faster network if there are several hosts",
-            halved_keys=("simulation.pull_s",),
         )
     runs = f"instances run {waiting_times.running:.0f} of {sizes.max_running}"
     if waiting_times.share(waiting_times.out_of_memory_s) >= MAIN_SHARE:
@@ -248,11 +238,10 @@ def _diagnose_environment(waiting_times: PeriodTimes, sizes: JobSizes, share: fl
         share=share,
         finding=f"{waits} environments ({waiting_times.num_in_environment:.0f} in steps, {num_slots} slots)",
         advice="make the environment faster, or start more (batch.extra_groups)",
-        halved_keys=("workload.tool_s",),
     )
 
 
-def diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagnosis:
+def _diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagnosis:
     """The diagnosis that the trainer is the bottleneck. share: share of the time in which it trains. num_needed: number
     of instances that keep up with it."""
     trains = f"training takes {share:.0%} of the time"
@@ -260,7 +249,7 @@ def diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagn
         return Diagnosis(
             cause=Cause.MANY_INSTANCES,
             share=share,
-            finding=f"{trains}, and {num_needed} of {num_instances} instances would keep up",
+            finding=f"{trains}, and on average {num_needed} of {num_instances} instances would keep up",
             advice=f"rollout.instances = {num_needed}, or a faster trainer",
             change=(("rollout.instances", num_needed),),
         )
@@ -270,7 +259,6 @@ def diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagn
         share=share,
         finding=f"{trains}{suffices}",
         advice="a faster trainer, or a smaller batch" if num_instances == 1 or suffices else "all parts are used well",
-        halved_keys=("simulation.train_s", "simulation.train_s_per_token"),
     )
 
 

@@ -96,3 +96,18 @@ def make_latency_settings(tracker: TimeTracker, fit: CostModelFit) -> dict[str, 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile as JSON. Raises StoreError if the file cannot be written."""
     replace_text(path, json.dumps(profile.as_dict(), indent=1) + "\n", "choose another place with --out")
+
+
+def make_recorded_overrides(run_dir: Path, profile: Profile) -> tuple[str, ...]:
+    """A stored run's responses and measured times, as overrides of its job file."""
+    overrides = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
+    cost = profile.draft_stats.cost_model(profile.fit.model)
+    overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
+    if profile.draft_stats.acceptance is not None:
+        overrides.append(f"workload.acceptance_rate={profile.draft_stats.acceptance!r}")
+    overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+    if "straggler_share" not in profile.latencies:  # the measured latencies include slow instances
+        overrides.append("simulation.straggler_share=0.0")
+    if "train_s" in profile.latencies:  # the measured time is that of a mean step
+        overrides.append("simulation.train_s_per_token=0.0")
+    return tuple(overrides)

@@ -28,7 +28,7 @@ from staleflow.pipeline.processes import trainer_group
 from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, Workers
-from staleflow.pipeline.runtime.role_recovery import RoleRecovery
+from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.actors.actor_calls import call_actor

@@ -29,7 +29,7 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime.role_recovery import RoleRecovery
+from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.weight_publisher import WeightPublisher
 from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS, make_unusable_engine_error
 from staleflow.stores.errors import (

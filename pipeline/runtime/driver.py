@@ -439,7 +439,7 @@ class Driver:
         self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.instances.values())
         self.report.snapshot = self._coordinator.snapshot()
         self.report.sources = self._sources()
-        self.report.diagnosis, self.report.profile = self._measurements.diagnosis_and_profile(str(self._run_dir))
+        self.report.diagnosis, self.report.fit = self._measurements.diagnosis_and_fit()
 
     def _begin_phase(self, phase: str) -> None:
         self._listener.phase(phase)

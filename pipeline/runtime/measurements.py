@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import TOKEN_COUNTS, InstanceHandle
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, sum_recent_steps
-from staleflow.pipeline.profiling.run_profile import Profile, make_latency_settings
+from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_times import sum_steady_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.trajectory import InstanceId
@@ -132,18 +132,11 @@ class Measurements:
         """The bottleneck of the latest steps; None before the first has ended."""
         return diagnose(sum_recent_steps(self._tracker.finished_steps, self._sizes.eta), self._sizes)
 
-    def diagnosis_and_profile(self, source: str) -> tuple[Diagnosis | None, Profile | None]:
-        """The bottleneck of the steady part of the run; and its cost model and latencies for simulations, None if too
-        little was sampled."""
-        fit, draft_stats = self._tracker.fit(), self._tracker.draft_stats
-        diagnosis = diagnose(
-            sum_steady_steps(self._tracker.finished_steps, self._sizes.eta),
-            compute_sizes(self._config, fit, draft_stats),
-        )
-        if fit is None:
-            return diagnosis, None
-        latencies = make_latency_settings(self._tracker, fit)
-        return diagnosis, Profile(source=source, fit=fit, latencies=latencies, draft_stats=draft_stats)
+    def diagnosis_and_fit(self) -> tuple[Diagnosis | None, CostModelFit | None]:
+        """The bottleneck of the steady part of the run; and its cost model, None if too little was sampled."""
+        fit = self._tracker.fit()
+        sizes = compute_sizes(self._config, fit, self._tracker.draft_stats)
+        return diagnose(sum_steady_steps(self._tracker.finished_steps, self._sizes.eta), sizes), fit
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """Engine counts since the end of the last step, summed over instances, and the number of cached tokens."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
-from staleflow.pipeline.profiling.run_profile import Profile
+from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.runtime.environment_hosts import HostView
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 
@@ -30,7 +30,7 @@ class RunReport:
     """What limited each step and the steps just before it, in a few words."""
     diagnosis: Diagnosis | None = None
     """What limited the run; None if no step was trained since it was last started."""
-    profile: Profile | None = None
+    fit: CostModelFit | None = None
     """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
     instances: str = ""
     """One line about the instances: their number, and which are missing or retiring."""

@@ -20,9 +20,8 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
     VersionPublished,
 )
-from staleflow.pipeline.jobs.simulated_effect import make_recorded_overrides
 from staleflow.pipeline.profiling.diagnosis import compute_sizes
-from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
+from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run, write_profile
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.step_times import sum_steady_steps, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker

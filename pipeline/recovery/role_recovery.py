@@ -19,20 +19,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal, Protocol
 
 from staleflow.pipeline.processes.background import gather_or_cancel
-from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.trainer_group import role_of
-from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
-
-if TYPE_CHECKING:
-    from staleflow.pipeline.runtime.actors import Actors
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +37,33 @@ PING_S = 2.0
 """Seconds between two pings of the roles."""
 
 
+class Roles(Protocol):
+    """The methods of Actors that recovery needs."""
+
+    clock: RunClock
+
+    @property
+    def trained_fingerprints(self) -> Mapping[PolicyVersion, str]: ...
+
+    async def ask(self, name: str, method: str, *args: Any, deadline: Literal["silent_s"]) -> Any: ...
+
+    async def ask_once(self, name: str, method: str, *args: Any) -> Any: ...
+
+    def record_loss(self, name: str, lost: ActorLost) -> None: ...
+
+    async def place_server(self, *, resumed: bool) -> PlacedActor: ...
+
+    async def place_trainer(self) -> PlacedActor: ...
+
+    async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
+
+    async def repeat_step(self, step: int) -> None: ...
+
+
 class RoleRecovery:
     """Restores the actors of one run that have state. resume_points: folder of its resume points."""
 
-    def __init__(self, actors: Actors, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()) -> None:
+    def __init__(self, actors: Roles, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()) -> None:
         """resume_every: training steps between two resume points; 0 for none. ranks: names of the trainer's ranks other
         than the leading one."""
         self._actors = actors
