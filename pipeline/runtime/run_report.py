@@ -31,7 +31,7 @@ class RunReport:
     diagnosis: Diagnosis | None = None
     """What limited the run; None if no step was trained since it was last started."""
     fit: CostModelFit | None = None
-    """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
+    """The cost model fitted to this run; None if it sampled too little."""
     instances: str = ""
     """One line about the instances: their number, and which are missing or retiring."""
     environments: list[HostView] = field(default_factory=list)
