@@ -7,6 +7,7 @@ reward, data and template; `numerics`, a description of the trainer's hardware a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -47,8 +48,9 @@ def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
     return _hash_files(folder, (path for path in files if branches or not path.name.startswith("branch_")))
 
 
+@functools.cache
 def package_hash() -> str:
-    """Hash of the sources of this package."""
+    """Hash of the sources of this package when a process first asks for it."""
     folder = Path(__file__).parents[2]
     # Search each folder separately: in a checkout they are links, which rglob does not follow.
     return _hash_files(folder, (path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*.py")))

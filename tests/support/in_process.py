@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
+import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -119,8 +120,23 @@ class Proxy:
 
         return call
 
-    def __deepcopy__(self, memo: object) -> Proxy:
-        return self
+    def __reduce__(self) -> tuple[Any, ...]:
+        _PROXIES[id(self)] = self
+        return _proxy, (id(self),)
+
+
+_PROXIES: weakref.WeakValueDictionary[int, Proxy] = weakref.WeakValueDictionary()
+"""Proxies that have been arguments or results, by id."""
+
+
+def _proxy(key: int) -> Proxy:
+    """Return the proxy itself: a copy of a message has the same one."""
+    return _PROXIES[key]
+
+
+def _copy(message: Any) -> Any:
+    """Copy arguments or a result as sending them would."""
+    return pickle.loads(pickle.dumps(message))
 
 
 class InProcessWorkers:
@@ -230,7 +246,7 @@ class InProcessWorkers:
         self.names.append(name)
         if fault.dies or fault.silent:
             raise ActorLost(f"{name} could not start on {process.address}", name)
-        actor = self._actors[cls](process.host, *copy.deepcopy(args))
+        actor = self._actors[cls](process.host, *_copy(args))
         self._objects[name] = actor
         process.actors.append(actor)
         proxy = Proxy(self, name, process, actor)
@@ -254,7 +270,7 @@ class InProcessWorkers:
             return answer
         process.waiting[answer] = None
         answer.add_done_callback(lambda done: process.waiting.pop(done, None))
-        serving = self._serve(process, actor, method, copy.deepcopy(args), self._fault(name, method), answer)
+        serving = self._serve(process, actor, method, _copy(args), self._fault(name, method), answer)
         task = loop.create_task(serving, name=f"{name}.{method}")
         process.running[task] = None
         task.add_done_callback(lambda done: process.running.pop(done, None))
@@ -291,9 +307,9 @@ class InProcessWorkers:
             result = fault.change(result)
         await asyncio.sleep(fault.late_s + TRAVEL_S)
         if process.stopped:
-            process.unanswered.append((answer, copy.deepcopy(result), error))
+            process.unanswered.append((answer, _copy(result), error))
             return
-        _put(answer, copy.deepcopy(result), error)
+        _put(answer, _copy(result), error)
 
     async def _outcome(self, actor: Any, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
         try:
