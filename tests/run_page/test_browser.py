@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,25 @@ from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, write_evaluations
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from tests.support.browser import in_browser, open_page
+from tests.support.browser import in_browser, open_browser, open_page
 from tests.support.stored_runs import Response, StoredRun
 
 pytestmark = in_browser
+
+RUNNER = asyncio.Runner()
+RUN = RUNNER.run
+BROWSERS: list[Any] = []
+"""The browser of this module's tests."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _browser() -> Iterator[None]:
+    opening = open_browser()
+    with RUNNER:
+        BROWSERS.append(RUN(opening.__aenter__()))
+        yield
+        RUN(opening.__aexit__(None, None, None))
+
 
 HOSTILE = (
     "</pre></script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -58,7 +73,7 @@ async def open_run_page(
     """Open a browser page for a run, and for a second one; yields the page and the address."""
     async with (
         serving(run.run_dir, other.run_dir if other else None) as address,
-        open_page(viewport=DESKTOP, **context) as page,
+        open_page(BROWSERS[0], viewport=DESKTOP, **context) as page,
     ):
         yield page, address
 
