@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import inspect
 import os
 import shutil
@@ -109,6 +110,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             if any("job" in getattr(item, "fixturenames", ()) for item in session.items):  # there will be runs
                 patch.setenv(forking.ADDRESS, forking.served())
                 modules += fork_server.RUN_MODULES
+                importlib.import_module("tests.support.blank_picture")
             local_cluster.prepare(1, modules)
 
 
@@ -176,6 +178,15 @@ def job(tiny_model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(runs=tmp_path / "runs", steps=5, model=tiny_model))
     return path
+
+
+@pytest.fixture
+def drawn_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw summary.png, which tests otherwise leave out."""
+    from staleflow.pipeline.jobs import summary
+    from tests.support import blank_picture
+
+    monkeypatch.setattr(summary, "draw_summary", blank_picture.draw_summary)
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ def score(reward: float, error: str = "") -> ScoredResponse:
     return ScoredResponse(reward=reward, error=error)
 
 
+@pytest.mark.usefixtures("drawn_summary")
 def test_an_evaluation_without_scores_is_reported_and_drawn(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

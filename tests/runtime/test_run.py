@@ -66,6 +66,7 @@ def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[s
     return forking.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
 
 
+@pytest.mark.usefixtures("drawn_summary")
 def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> None:
     end = run(job, "staleness.eta=2", "training.checkpoint_every=2", f"cluster.shared_memory={memory_folder}")
     store = check(end.run_dir, 5)

@@ -62,6 +62,7 @@ MODULES = (
     "staleflow.pipeline.stored_runs.reward_rescoring",
     "staleflow.pipeline.cluster.dashboard",
     "tensorboardX",
+    "tests.support.blank_picture",
 )
 """Modules that test processes import."""
 REQUEST_BYTES = 2**20
