@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ledger": ((),),
     "coordinator": ((),),
     "transfer": ((),),
+    "shares": ((),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -13,10 +14,11 @@ class LazyGroup(click.Group):
     """A command group that knows the names and one-line helps of its commands, and imports a module only to run its
     command."""
 
-    def __init__(self, *args: Any, commands_at: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
-        """commands_at: (module or module:attribute, one line of help) by command name."""
+    def __init__(self, *args: Any, sections: Mapping[str, Mapping[str, tuple[str, str]]], **kwargs: Any) -> None:
+        """sections: by title of a section of the help, (module or module:attribute, one line of help) by command."""
         super().__init__(*args, **kwargs)
-        self._commands_at = commands_at or {}
+        self._sections = sections
+        self._commands_at = {name: entry for section in sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._commands_at)
@@ -46,5 +48,7 @@ class LazyGroup(click.Group):
         return isinstance(subgroup, click.Group) and name in subgroup.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, doc) for name, (_, doc) in self._commands_at.items()])
+        width = max(map(len, self._commands_at))
+        for title, section in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), doc) for name, (_, doc) in section.items()])

@@ -11,36 +11,43 @@ import click
 
 from staleflow.cli.lazy import LazyGroup
 
-COMMANDS = {
-    "init": ("staleflow.cli.init", "write a first job, with data, reward and model if you have none"),
-    "run": ("staleflow.cli.run", "run a job from start to end, with live progress"),
-    "resume": ("staleflow.cli.run:resume", "resume a stored run where it stopped"),
-    "cluster": ("staleflow.cli.cluster_jobs:cluster", "start a Dask cluster on this machine that only you can reach"),
-    "submit": (
-        "staleflow.cli.cluster_jobs:submit",
-        "submit a job to a Dask cluster; it keeps running after you disconnect",
-    ),
-    "jobs": ("staleflow.cli.cluster_jobs:list_jobs", "list the jobs of a cluster"),
-    "status": ("staleflow.cli.cluster_jobs:status", "show a job's progress and what it waits for"),
-    "logs": ("staleflow.cli.cluster_jobs:logs", "print a job's log"),
-    "retire": ("staleflow.cli.cluster_jobs:retire", "make a job release one of its workers, without losing work"),
-    "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
-    "train-offline": ("staleflow.cli.train_offline:train_offline", "train on stored trajectories, without rollout"),
-    "unlearn": ("staleflow.cli.train_offline:unlearn", "repeat a run's training without some trajectories"),
-    "bisect": ("staleflow.cli.train_offline:bisect", "find which trajectories made a policy worse"),
-    "simulate": ("staleflow.cli.simulate:simulate", "run a job in virtual time: how long it would take, and why"),
-    "profile": ("staleflow.cli.simulate:profile", "fit the cost model of simulations to a run"),
-    "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
-    "compare": ("staleflow.cli.compare", "compare runs: settings, curves, same prompts, and where time went"),
-    "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
-    "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
-    "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
-    "eval": ("staleflow.cli.serve:evaluate", "run benchmark tasks of lm-eval on a run's checkpoint, or a model"),
-    "push": ("staleflow.cli.serve:push", "upload a run's checkpoint to the Hugging Face hub, with a model card"),
-    "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
-    "verify": ("staleflow.cli.train_offline:verify", "check a run's chain, and repeat random steps bit for bit"),
-    "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
-    "doctor": ("staleflow.cli.doctor", "check what works on this machine"),
+SECTIONS = {
+    "Run a job": {
+        "init": ("staleflow.cli.init", "write a first job, with data, reward and model if you have none"),
+        "run": ("staleflow.cli.run", "run a job from start to end, with live progress"),
+        "resume": ("staleflow.cli.run:resume", "resume a stored run where it stopped"),
+        "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
+        "compare": ("staleflow.cli.compare", "compare runs: settings, curves, same prompts, and where time went"),
+    },
+    "Plan a job": {
+        "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
+        "simulate": ("staleflow.cli.simulate:simulate", "run a job in virtual time: how long it would take, and why"),
+        "profile": ("staleflow.cli.simulate:profile", "fit the cost model of simulations to a run"),
+        "doctor": ("staleflow.cli.doctor", "check what works on this machine"),
+    },
+    "Run jobs on a Dask cluster": {
+        "cluster": ("staleflow.cli.cluster_jobs:cluster", "start a cluster on this machine that only you can reach"),
+        "submit": ("staleflow.cli.cluster_jobs:submit", "submit a job; it keeps running after you disconnect"),
+        "jobs": ("staleflow.cli.cluster_jobs:list_jobs", "list the jobs of a cluster"),
+        "status": ("staleflow.cli.cluster_jobs:status", "show a job's progress and what it waits for"),
+        "logs": ("staleflow.cli.cluster_jobs:logs", "print a job's log"),
+        "retire": ("staleflow.cli.cluster_jobs:retire", "make a job release one of its workers, without losing work"),
+        "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
+    },
+    "Use a trained policy": {
+        "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
+        "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
+        "eval": ("staleflow.cli.serve:evaluate", "run benchmark tasks of lm-eval on a run's checkpoint, or a model"),
+        "push": ("staleflow.cli.serve:push", "upload a run's checkpoint to the Hugging Face hub, with a model card"),
+    },
+    "Use a stored run": {
+        "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
+        "train-offline": ("staleflow.cli.train_offline:train_offline", "train on stored trajectories, without rollout"),
+        "unlearn": ("staleflow.cli.train_offline:unlearn", "repeat a run's training without some trajectories"),
+        "bisect": ("staleflow.cli.train_offline:bisect", "find which trajectories made a policy worse"),
+        "verify": ("staleflow.cli.train_offline:verify", "check a run's chain, and repeat random steps bit for bit"),
+        "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
+    },
 }
 OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Error numbers of an output that cannot be written any more."""
@@ -48,7 +55,7 @@ PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 """Error numbers of a path that is invalid, or that this user cannot use."""
 
 
-@click.group(cls=LazyGroup, commands_at=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, sections=SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="staleflow", message="%(prog)s %(version)s")
 def cli() -> None:
     """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""

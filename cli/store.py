@@ -32,7 +32,7 @@ COMMANDS = {
 }
 
 
-@click.group("store", cls=LazyGroup, commands_at=COMMANDS)
+@click.group("store", cls=LazyGroup, sections={"Commands": COMMANDS})
 def command() -> None:
     """Inspect, audit and process stored runs."""
 
