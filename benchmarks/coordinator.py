@@ -108,7 +108,7 @@ class Bench:
             tokens = min(3999, int(self.rng.lognormvariate(6.5, 0.8)) + 1)
             self.tell(TrajectorySampled(trajectory=trajectory, route_number=route.route_number, tokens=tokens))
             self.tell(TrajectoryScored(trajectory=trajectory, reward=1.0))
-            if self.coordinator.training:
+            if self.coordinator.is_training:
                 self.now += 20.0
                 self.tell(VersionPublished(version=PolicyVersion(self.coordinator.ledger.version + 1)))
             if self.drawn:

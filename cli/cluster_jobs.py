@@ -67,7 +67,7 @@ def submit(
     from staleflow.pipeline.jobs import job_driver
 
     config = new_job(load_job(config_path, overrides))
-    check(config, here=False)
+    check(config, runs_here=False)
     print_submitted(asyncio.run(job_driver.submit(config, cluster)), as_json=as_json)
 
 
@@ -91,17 +91,17 @@ def list_jobs(show_all: bool, as_json: bool, cluster: ClusterAddress) -> None:
     """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
     from staleflow.pipeline.cluster import job_lookup
 
-    every_job = asyncio.run(job_lookup.all_jobs(cluster))
-    jobs = every_job if show_all else job_lookup.recent_jobs(every_job, time.time())
+    all_jobs = asyncio.run(job_lookup.all_jobs(cluster))
+    jobs = all_jobs if show_all else job_lookup.recent_jobs(all_jobs, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
         return
-    if not every_job:
+    if not all_jobs:
         click.echo("no jobs; `staleflow submit CONFIG` submits one")
     for job in jobs:
         click.echo(_row(job))
-    if len(jobs) < len(every_job):
-        click.echo(f"{len(every_job) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
+    if len(jobs) < len(all_jobs):
+        click.echo(f"{len(all_jobs) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
 
 
 @click.command("status")
@@ -141,8 +141,8 @@ def logs(id: str, follow: bool, as_json: bool, cluster: ClusterAddress) -> None:
     from staleflow.pipeline.recovery import job_record
 
     def print_line(job: str, line: str) -> None:
-        clock, _, text = line.partition("  ")
-        click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else printable(line))
+        time_text, _, text = line.partition("  ")
+        click.echo(json.dumps({"id": job, "time": time_text, "text": text}) if as_json else printable(line))
 
     async def show() -> str:
         if job_record.has_record(Path(id)):
@@ -195,11 +195,11 @@ def retire(id: str, worker: str, cluster: ClusterAddress) -> None:
 
 
 def _row(job: dict[str, Any]) -> str:
-    last, status = job["last"], job["status"]
-    done = int(last["step"]) + 1 if last else 0
-    parts = [f"{job['id']:<24}", f"{job['state']:<8}", f"step {done}/{job['steps']}"]
-    if last:
-        parts.append(f"reward {last['reward']:.3f}")
+    last_step, status = job["last"], job["status"]
+    num_steps = int(last_step["step"]) + 1 if last_step else 0
+    parts = [f"{job['id']:<24}", f"{job['state']:<8}", f"step {num_steps}/{job['steps']}"]
+    if last_step:
+        parts.append(f"reward {last_step['reward']:.3f}")
     if job["state"] == "running":
         parts.append(f"{status.get('doing', '')}")
         if status.get("evaluating"):
@@ -214,18 +214,19 @@ def _row(job: dict[str, Any]) -> str:
 
 
 def _details(job: dict[str, Any]) -> list[str]:
-    last, status = job["last"], job["status"]
+    last_step, status = job["last"], job["status"]
     lines = [f"folder {Path(job['run_dir'])}"]
-    if last:
+    if last_step:
         lines.append(
-            f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), "
-            f"{last['tokens_per_s']:.0f} tokens/s, length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, "
-            f"train {last['train_s']:.1f} s, wait {last['wait_s']:.1f} s per step"
+            f"staleness {last_step['staleness_mean']:.2f} (max {last_step['staleness_max']:.0f}), "
+            f"{last_step['tokens_per_s']:.0f} tokens/s, length {last_step['response_mean']:.0f}, "
+            f"loss {last_step['loss']:+.4f}, "
+            f"train {last_step['train_s']:.1f} s, wait {last_step['wait_s']:.1f} s per step"
         )
     if status:
-        acting = f"{status['num_acting']} in environment, " if status.get("num_acting") else ""
+        environment_text = f"{status['num_acting']} in environment, " if status.get("num_acting") else ""
         lines.append(
-            f"{status['num_queued']} queued, {status['num_running']} sampling, {acting}"
+            f"{status['num_queued']} queued, {status['num_running']} sampling, {environment_text}"
             f"{status['num_scoring']} scoring; "
             f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
         )
@@ -262,11 +263,11 @@ def cluster(folder: Path, workers: int, host: str, port: int) -> None:
     from staleflow.pipeline.cluster.tls_cluster import WORKER_OPTIONS, tls_cluster
 
     with tls_cluster(folder, host=host, port=port, num_workers=workers, announce=click.echo) as cluster:
-        configured = f"DASK_CONFIG={folder.resolve()}"
+        dask_config = f"DASK_CONFIG={folder.resolve()}"
         click.echo(f"{cluster.address}: {workers} workers. In another terminal:")
-        click.echo(f"  {configured} staleflow submit job.toml")
+        click.echo(f"  {dask_config} staleflow submit job.toml")
         if host not in ("127.0.0.1", "localhost", "::1"):
             click.echo("More workers, on a host with a copy of the folder at the same path:")
-            click.echo(f"  {configured} dask worker {cluster.address} {' '.join(WORKER_OPTIONS)}")
+            click.echo(f"  {dask_config} dask worker {cluster.address} {' '.join(WORKER_OPTIONS)}")
         click.echo("Ctrl-C ends it.")
         cluster.wait()

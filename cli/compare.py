@@ -38,13 +38,13 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     console = Console() if Console().is_terminal else Console(width=180)
     for table in itertools.chain(make_curve_tables(comparison), make_result_tables(comparison)):
         if table.rows:
-            printed = RichTable(box=None, pad_edge=False)
+            rich_table = RichTable(box=None, pad_edge=False)
             for number, column in enumerate(table.columns):
-                printed.add_column(Text(printable(column)), justify="right" if number else "left")
+                rich_table.add_column(Text(printable(column)), justify="right" if number else "left")
             for row in table.rows:
-                printed.add_row(*(Text(printable(cell)) for cell in row))
+                rich_table.add_row(*(Text(printable(cell)) for cell in row))
             click.echo(f"\n{printable(table.title)}")
-            console.print(printed)
+            console.print(rich_table)
     for use in comparison.times:
         for run, line in use.diagnosis.items():
             click.echo(printable(f"{run}: {line}"))

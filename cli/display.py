@@ -46,7 +46,7 @@ class Display(RunListener):
         self._verbosity = verbosity
         self.console = Console(stderr=True)
         self._live: Live | None = None
-        self._doing = "starting"
+        self._activity = "starting"
         self._begin = self._last_line_s = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -71,13 +71,13 @@ class Display(RunListener):
         self._last_line_s = time.monotonic()
         self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
 
-    def phase(self, doing: str) -> None:
-        self._doing = doing
+    def phase(self, activity: str) -> None:
+        self._activity = activity
         if self._live is None and not self._verbosity:
-            self.line(f"[{time.monotonic() - self._begin:6.1f} s] {doing}")
+            self.line(f"[{time.monotonic() - self._begin:6.1f} s] {activity}")
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        self._doing = "training"
+        self._activity = "training"
         if self._live is None and not self._verbosity:
             self.line(format_step(step, self._config.steps, limit))
 
@@ -95,7 +95,7 @@ class Display(RunListener):
         """Describe how far the next step is, in one line."""
         elapsed = f"[{time.monotonic() - self._begin:6.1f} s]"
         if snapshot.training or not snapshot.buffers:
-            return f"{elapsed} {'training' if snapshot.training else self._doing}, step {snapshot.version}"
+            return f"{elapsed} {'training' if snapshot.training else self._activity}, step {snapshot.version}"
         buffer, num_evaluated = snapshot.buffers[0], snapshot.num_eval_in_flight
         evaluating = describe_progress(snapshot.evaluated_version, num_evaluated) if num_evaluated else ""
         phases = f"{snapshot.num_running} sampling, {snapshot.num_queued} queued, {snapshot.num_scoring} scoring"
@@ -107,15 +107,15 @@ class Display(RunListener):
     def _view(self, snapshot: Snapshot, report: RunReport) -> Group:
         config, steps = self._config, report.steps
         head = Table.grid(padding=(0, 2))
-        recent = [s["reward"] for s in steps[-10:]]
+        recent_rewards = [s["reward"] for s in steps[-10:]]
         head.add_row(
-            f"[bold]{config.name}[/]  {self._doing}",
+            f"[bold]{config.name}[/]  {self._activity}",
             f"step [bold]{snapshot.version}[/]/{config.steps}",
             f"{time.monotonic() - self._begin:.0f} s",
         )
         if steps:
             head.add_row(
-                f"reward [bold]{sum(recent) / len(recent):.3f}[/] (last {len(recent)})",
+                f"reward [bold]{sum(recent_rewards) / len(recent_rewards):.3f}[/] (last {len(recent_rewards)})",
                 f"staleness in flight {snapshot.staleness_in_flight:.2f}, in queue {snapshot.staleness_in_queue:.2f}",
                 f"{tokens_per_s(steps):.0f} tokens/s",
             )
@@ -132,11 +132,12 @@ class Display(RunListener):
             head.add_row(report.instances)
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
-            done, reserved = sum(view.occupied.values()), sum(view.reserved.values())
-            scale = BAR_CELLS / max(view.capacity, done + reserved, 1)
-            bar = "[green]" + "█" * round(done * scale) + "[/][yellow]" + "▒" * round(reserved * scale) + "[/]"
-            bar += "·" * (BAR_CELLS - round(done * scale) - round(reserved * scale))
-            buffers.add_row(f"buffer {view.step}", bar, f"{done} finished, {reserved} reserved of {view.capacity}")
+            counts = sum(view.occupied.values()), sum(view.reserved.values())
+            scale = BAR_CELLS / max(view.capacity, *counts, sum(counts), 1)
+            cells = [round(count * scale) for count in counts]
+            bar = f"[green]{'█' * cells[0]}[/][yellow]{'▒' * cells[1]}[/]{'·' * (BAR_CELLS - sum(cells))}"
+            line = f"{counts[0]} finished, {counts[1]} reserved of {view.capacity}"
+            buffers.add_row(f"buffer {view.step}", bar, line)
         instances = Table.grid(padding=(0, 2))
         for instance in snapshot.instances:
             instances.add_row(
@@ -163,9 +164,9 @@ class Display(RunListener):
             f"{seconds.get('wall_s', 0.0):.0f} s" + (f"; staleness {staleness}" if staleness else "")
         )
         for_point = overhead["trainer_waits_for_resume_point"]
-        writing = f" ({for_point:.1%} for resume points: raise training.resume_every)" if for_point >= 0.01 else ""
+        note = f" ({for_point:.1%} for resume points: raise training.resume_every)" if for_point >= 0.01 else ""
         self._print(
-            f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}{writing}, "
+            f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}{note}, "
             f"instances idle with work to route {overhead['rollout_idle_though_routable']:.1%}"
         )
         tasks: Any = summary["tasks"]
@@ -183,8 +184,8 @@ class Display(RunListener):
             self._print(line)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
-            more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
-            self._print(f"[red]alarm[/]: {alarm}{more}", markup=True)
+            suffix = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
+            self._print(f"[red]alarm[/]: {alarm}{suffix}", markup=True)
         cost: Any = summary["cost_model"]
         ratio = cost["measured_over_predicted"]
         if self._config.uses_cost_model and cost["drifted"]:
@@ -195,8 +196,8 @@ class Display(RunListener):
             )
         run_dir = os.path.relpath(end.run_dir)
         if end.stopped:
-            stored = f"all {summary['steps']} finished steps are stored" if summary["steps"] else "no step was finished"
-            self._print(f"stopped: {end.stopped}; {stored}; go on: staleflow resume {run_dir}")
+            steps = f"all {summary['steps']} finished steps are stored" if summary["steps"] else "no step was finished"
+            self._print(f"stopped: {end.stopped}; {steps}; go on: staleflow resume {run_dir}")
         if not summary["steps"]:
             return
         self._print(

@@ -75,11 +75,11 @@ def examine() -> dict[str, Any]:
     engines = {"transformers": _try_transformers(), "vllm": _try_vllm(packages["vllm"])}
     if not engines["transformers"].startswith("works"):
         problems.append(f"the transformers engine does not work: {engines['transformers']}")
-    shared = Path("/dev/shm")
-    if shared.is_dir() and os.access(shared, os.W_OK):
-        memory = f"{shutil.disk_usage(shared).free / 2**30:.1f} GiB free in {shared}"
+    shared_memory = Path("/dev/shm")
+    if shared_memory.is_dir() and os.access(shared_memory, os.W_OK):
+        memory = f"{shutil.disk_usage(shared_memory).free / 2**30:.1f} GiB free in {shared_memory}"
     else:
-        memory = f"{shared} cannot be written"
+        memory = f"{shared_memory} cannot be written"
         problems.append(f"{memory}; set cluster.shared_memory to a folder that is writable")
     problems += [
         f"Dask listens at {address} without TLS: whoever reaches it runs code as its user; use `staleflow cluster`, or "

@@ -18,7 +18,7 @@ import click
 @click.option("--answer-column", default="", help="Where rows have their answer, if it is not found.")
 @click.option("--model", default="", help="Folder or hub name of a causal LM with its tokenizer.")
 @click.option("--reward", default="", help="exact, math_verify, or your function, FILE.py:NAME.")
-@click.option("--yes", "-y", is_flag=True, help="Ask nothing: what is not given is made.")
+@click.option("--yes", "-y", is_flag=True, help="Ask nothing; use the defaults for what is not set.")
 def command(
     folder: Path,
     data: str,
@@ -41,26 +41,26 @@ def command(
         data = _prompt_user("Data set: a .jsonl or .parquet file, a folder, a hub name", "made-up sums")
         model = _prompt_user("Model: a folder or a hub name", "" if data else "a tiny one, made here in a minute")
         reward = _prompt_user("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
-    settings: dict[str, object] = {}
+    data_options: dict[str, object] = {}
     for option in options:
-        apply_override(settings, option)
-    written = init(
+        apply_override(data_options, option)
+    first_job = init(
         folder,
         data=data,
         model=model,
         reward=reward,
-        options=settings,
+        options=data_options,
         prompt_column=prompt_column,
         answer_column=answer_column,
         progress=click.echo,
     )
-    width = max(map(len, written.files))
-    for name, about in written.files.items():
+    width = max(map(len, first_job.files))
+    for name, about in first_job.files.items():
         click.echo(f"{name:<{width}}  {about}")
-    click.echo(f"\nfirst prompt, {written.num_tokens} tokens: {written.first_prompt[:200]!r}")
-    if written.num_unknown:
+    click.echo(f"\nfirst prompt, {first_job.num_tokens} tokens: {first_job.first_prompt[:200]!r}")
+    if first_job.num_unknown:
         click.echo(
-            f"{written.num_unknown} of them stand for what the model's tokenizer does not know: it cannot read these "
+            f"{first_job.num_unknown} of them stand for what the model's tokenizer does not know: it cannot read these "
             "prompts as you wrote them"
         )
     click.echo("\nnext:")

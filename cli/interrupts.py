@@ -20,8 +20,8 @@ SHOW_CURSOR = "\x1b[?25h"
 IMPORTING = "<frozen importlib."
 """How the file names of the code that imports modules begin."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
-"""Seconds until a signal that came during an import is tried again; doubled each time, up to the second number. Each
-try is a signal, and an event loop that is busy importing keeps only some 280 of them: the next Ctrl-C would be lost."""
+"""Seconds until the first retry during an import, and the most between two retries, which double. Each retry is a
+signal, and an event loop that is busy importing queues only some 280 signals: the next Ctrl-C would be lost."""
 
 
 def end_at_once() -> NoReturn:
@@ -36,66 +36,65 @@ def end_at_once() -> NoReturn:
 
 
 class PendingSignal:
-    """The error of a signal, raised in the main thread where it cannot get lost: outside of imports, and again if
-    nobody received it.
+    """The error of a signal, which is raised in the main thread: not during an import, and again if it was lost.
 
-    Modules may catch everything while they are imported. Python prints and forgets what is raised while it takes an
-    object apart, as it does with a module's lock after each import. The command would go on as if nothing had come.
+    Modules may catch all errors while they are imported. Python prints and drops errors that are raised in a
+    destructor, such as that of a module's lock after each import. The command would then ignore the signal.
 
-    passed_on: the signal was sent once more, to who listened meanwhile; who may send it on to its first hearer.
+    was_forwarded: whether the signal was raised again for a handler that was installed in the meantime.
     """
 
     def __init__(self, number: int, error: BaseException) -> None:
         self._number = number
         self._error = error
         self._handler = signal.getsignal(number)
-        self._unraisable = sys.unraisablehook
-        self._alarmed: Any = None
+        self._previous_unraisable_hook = sys.unraisablehook
+        self._previous_alarm_handler: Any = None
         self._retry_s = FIRST_RETRY_S
-        self.passed_on = False
+        self.was_forwarded = False
 
-    def now_or_later(self, frame: FrameType | None) -> None:
-        """Raise the error unless `frame`, the current frame of the main thread, is inside an import; then try again
-        soon."""
-        sys.unraisablehook = self._forgotten
+    def raise_or_schedule(self, frame: FrameType | None) -> None:
+        """Raise the error, or schedule a retry if `frame`, the current frame of the main thread, is inside an
+        import."""
+        sys.unraisablehook = self._on_unraisable
         if not is_importing(frame):
             raise self._error
-        self._later()
+        self._schedule_retry()
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Cancel the error."""
-        self._no_alarm()
-        sys.unraisablehook = self._unraisable
+        self._cancel_alarm()
+        sys.unraisablehook = self._previous_unraisable_hook
 
-    def _later(self) -> None:
-        if self._alarmed is None:
-            self._alarmed = signal.signal(signal.SIGALRM, self._retry)
+    def _schedule_retry(self) -> None:
+        if self._previous_alarm_handler is None:
+            self._previous_alarm_handler = signal.signal(signal.SIGALRM, self._retry)
         signal.setitimer(signal.ITIMER_REAL, self._retry_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _retry(self, _: int, frame: FrameType | None) -> None:
         if signal.getsignal(self._number) is not self._handler:
-            # Meanwhile another listens, such as a run. Its event loop raises nothing here: an import does not matter.
-            self._no_alarm()
-            self.passed_on = True
+            # A run has installed its own handler. Its event loop raises nothing here, so an import does not matter.
+            self._cancel_alarm()
+            self.was_forwarded = True
             signal.raise_signal(self._number)
         elif is_importing(frame):
-            self._later()
+            self._schedule_retry()
         else:
-            self._no_alarm()
+            self._cancel_alarm()
             raise self._error
 
-    def _no_alarm(self) -> None:
-        if self._alarmed is not None:
+    def _cancel_alarm(self) -> None:
+        if self._previous_alarm_handler is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, self._alarmed)
-            self._alarmed = None
+            signal.signal(signal.SIGALRM, self._previous_alarm_handler)
+            self._previous_alarm_handler = None
 
-    def _forgotten(self, unraisable: Any) -> None:
+    def _on_unraisable(self, unraisable: Any) -> None:
         if unraisable.exc_value is self._error:
-            self._later()
+            self._schedule_retry()
         else:
-            self._unraisable(unraisable)
+            self._previous_unraisable_hook(unraisable)
 
 
 def is_importing(frame: FrameType | None) -> bool:
@@ -114,41 +113,44 @@ def ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    raised: list[PendingSignal] = []
-    interrupted: list[PendingSignal] = []
+    signals: list[PendingSignal] = []
+    interrupts: list[PendingSignal] = []
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        if interrupted and not interrupted[-1].passed_on:
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupts and not interrupts[-1].was_forwarded:
             end_at_once()
-        interrupted.append(PendingSignal(number, KeyboardInterrupt()))
-        throw(interrupted[-1], frame)
+        interrupts.append(PendingSignal(number, KeyboardInterrupt()))
+        raise_error(interrupts[-1], frame)
 
-    def terminate(number: int, frame: FrameType | None) -> None:
+    def on_terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        throw(PendingSignal(number, SystemExit(TERMINATED)), frame)
+        raise_error(PendingSignal(number, SystemExit(TERMINATED)), frame)
 
-    def throw(pending: PendingSignal, frame: FrameType | None) -> None:
-        raised.append(pending)
-        pending.now_or_later(frame)
+    def raise_error(pending_signal: PendingSignal, frame: FrameType | None) -> None:
+        signals.append(pending_signal)
+        pending_signal.raise_or_schedule(frame)
 
-    before, terminated_before = signal.signal(signal.SIGINT, hear), signal.signal(signal.SIGTERM, terminate)
+    previous_interrupt_handler, previous_terminate_handler = (
+        signal.signal(signal.SIGINT, on_interrupt),
+        signal.signal(signal.SIGTERM, on_terminate),
+    )
     try:
         yield
     finally:
-        for pending in reversed(raised):
-            pending.forget()
-        if not interrupted:  # else cleaning up goes on until the process ends
-            signal.signal(signal.SIGINT, before)
-            signal.signal(signal.SIGTERM, terminated_before)
+        for pending_signal in reversed(signals):
+            pending_signal.cancel()
+        if not interrupts:  # else cleaning up goes on until the process ends
+            signal.signal(signal.SIGINT, previous_interrupt_handler)
+            signal.signal(signal.SIGTERM, previous_terminate_handler)
 
 
 class LastExit:
-    """Ends this process with `code`, if that is set, after all other functions registered with atexit; created first,
-    it is called last.
+    """Ends this process with `code`, if that is set, after all other functions registered with atexit. It must be
+    created before they are registered.
 
-    What Python would still do then can change the exit code: threads of libraries in Rust (icechunk's) abort the
-    process if they reach for the interpreter while it is taken apart, and an interrupt that was handled, but came while
-    generated code was executed, ends it by the signal.
+    Python's own shutdown can change the exit code: threads of Rust libraries (icechunk's) abort the process if they
+    use the interpreter then, and an interrupt that was handled while generated code was executed ends the process by
+    the signal.
     """
 
     def __init__(self) -> None:

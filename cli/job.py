@@ -24,12 +24,12 @@ store_option = click.option(
 )
 
 
-def check(config: RunConfig, *, here: bool = True) -> bool:
+def check(config: RunConfig, *, runs_here: bool = True) -> bool:
     """Check what a job names, and print what could not be checked. Returns whether nothing was printed. Raises
-    ConfigError. here: whether the job runs on this machine."""
+    ConfigError. runs_here: whether the job runs on this machine."""
     from staleflow.pipeline.config import preflight
 
-    lines = preflight.check_job(config, here=here)
+    lines = preflight.check_job(config, runs_here=runs_here)
     for line in lines:
         click.echo(line, err=True)
     return not lines
@@ -75,8 +75,8 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     try:
         with display, logging_to(display.console, verbose):
             return display, asyncio.run(run())
-    except Interrupted as stopped:
-        begun = (config.run_dir / "store").exists()
-        again = f"`staleflow resume {config.run_dir}` begins it" if begun else "the same command begins it again"
-        click.echo(f"stopped: {stopped} before the first step; nothing is lost, {again}", err=True)
+    except Interrupted as interruption:
+        has_store = (config.run_dir / "store").exists()
+        remedy = f"`staleflow resume {config.run_dir}` begins it" if has_store else "the same command begins it again"
+        click.echo(f"stopped: {interruption} before the first step; nothing is lost, {remedy}", err=True)
         sys.exit(130)

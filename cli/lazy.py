@@ -38,9 +38,10 @@ class LazyGroup(click.Group):
         if args[0].startswith("-") or args[0] in self._commands_at or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(args[0], self._commands_at, n=2)
-        below = [name for name in self._commands_at if self._has_below(ctx, name, args[0])]
-        meant = " or ".join([*near, *(f"{name} {args[0]}" for name in below)])
-        raise click.UsageError(f"no such command {args[0]!r}{f'; did you mean {meant}?' if meant else ''}", ctx)
+        groups = [name for name in self._commands_at if self._has_below(ctx, name, args[0])]
+        suggestions = " or ".join([*near, *(f"{name} {args[0]}" for name in groups)])
+        question = f"; did you mean {suggestions}?" if suggestions else ""
+        raise click.UsageError(f"no such command {args[0]!r}{question}", ctx)
 
     def _has_below(self, ctx: click.Context, group: str, name: str) -> bool:
         """Whether a group in this one has a command of that name."""

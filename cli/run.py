@@ -53,17 +53,17 @@ def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verb
 
     config = load_job(config_path, overrides)
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
-        small = dry_job(config, Path(folder))
-        warm_up(small, verbose)
-        check(dataclasses.replace(small, reward=config.reward))
-        _, end = watch(small, quiet=as_json, verbose=verbose, resume=False)
+        dry_config = dry_job(config, Path(folder))
+        warm_up(dry_config, verbose)
+        check(dataclasses.replace(dry_config, reward=config.reward))
+        _, end = watch(dry_config, quiet=as_json, verbose=verbose, resume=False)
         if end.stopped:
             sys.exit(130)
         result = dry_run_result(end.run_dir)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
-        size = f"{small.batch.groups_per_step} groups of {small.batch.group_size}"
+        size = f"{dry_config.batch.groups_per_step} groups of {dry_config.batch.group_size}"
         click.echo(f"dry run of {config.name}: {result.steps} of its {config.steps} steps, each of {size} responses")
         for line in result.lines:
             click.echo(f"  {line}")
@@ -86,7 +86,7 @@ def resume(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, cl
     config = resumable_job(Path(run), overrides)
     if not cluster.is_named:
         warm_up(config, verbose)
-    check(config, here=not cluster.is_named)
+    check(config, runs_here=not cluster.is_named)
     if not cluster.is_named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return

@@ -82,8 +82,8 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
                         continue
                     try:
                         reply = await policy.request_turn(ChatRequest(model="", messages=tuple(messages)))
-                    except RequestError as refused:
-                        click.echo(f"{refused.message}; an empty line starts a new conversation", err=True)
+                    except RequestError as error:
+                        click.echo(f"{error.message}; an empty line starts a new conversation", err=True)
                         messages.pop()
                         continue
                     messages.append(reply.message)
@@ -141,15 +141,15 @@ def evaluate(
     from staleflow.pipeline.stored_runs.suites import SuiteSettings, check_lm_eval, run_suite
     from staleflow.stores.errors import ConfigError
 
-    names = tuple(filter(None, (name.strip() for name in tasks.split(","))))
-    if not names:
+    task_names = tuple(filter(None, (name.strip() for name in tasks.split(","))))
+    if not task_names:
         raise ConfigError(f"--tasks = {tasks!r}: name a task, such as gsm8k")
     check_lm_eval(python)
     plan = make_serving_plan(target, step=step)
     settings = SuiteSettings(
-        model=plan.config.model.path, tasks=names, include=include, shots=shots, limit=limit, chat=chat
+        model=plan.config.model.path, tasks=task_names, include=include, shots=shots, limit=limit, chat=chat
     )
-    announce(f"{', '.join(names)} by lm-eval on {plan.label}")
+    announce(f"{', '.join(task_names)} by lm-eval on {plan.label}")
     figures = run_suite(settings, python)
     if as_json:
         print_json(figures)

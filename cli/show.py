@@ -110,7 +110,7 @@ def show_steps(run: Run, as_json: bool) -> None:
         click.echo(f"other branches: {', '.join(derived_branches)}")
     for commit in commits:
         metrics = commit.metrics
-        ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
+        outcomes = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
         if commit.kind == "step":
             reward_parts = {
@@ -124,7 +124,7 @@ def show_steps(run: Run, as_json: bool) -> None:
                 f"reward {metrics['reward']:.3f}  {parts}length {metrics['response_mean']:.1f}  {turns}"
                 f"staleness {metrics['staleness_mean']:.2f}  loss {metrics['loss']:+.4f}  "
             )
-        click.echo(f"{commit.kind:<4} {commit.step:>4}  {figures}{ended}, {commit.ledger.num_live} in flight")
+        click.echo(f"{commit.kind:<4} {commit.step:>4}  {figures}{outcomes}, {commit.ledger.num_live} in flight")
 
 
 def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:

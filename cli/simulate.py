@@ -59,8 +59,8 @@ def simulate(
     load: Callable[[tuple[str, ...]], Job] = partial(load_job, config_path)
     note = ""
     if run:
-        recorded = recorded_run(Path(run))
-        load, note, overrides = partial(stored_job, Path(run)), recorded.note, (*recorded.overrides, *overrides)
+        run_inputs = recorded_run(Path(run))
+        load, note, overrides = partial(stored_job, Path(run)), run_inputs.note, (*run_inputs.overrides, *overrides)
     rows = variants(load, overrides, swept, baselines)
     quiet = as_json or len(rows) == 1
     results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=quiet))
@@ -69,7 +69,7 @@ def simulate(
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
         return
-    print_table([(result.label, result.measures) for result in results])
+    print_table([(result.label, result.stats) for result in results])
     if explain:
         for result in results:
             click.echo(f"\n{result.label}")
@@ -118,7 +118,7 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         shares = [m.staleness.get(k, 0) / total for k in range(max(m.staleness, default=0) + 1)]
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
         reasons = {r.partition(":")[2]: n for r, n in m.ended.items() if r != "consumed" and "run_ended" not in r}
-        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
+        discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
             label,
             f"{m.steady_tokens_per_s:,.0f}",
@@ -128,7 +128,7 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
             f"{m.trainer_idle:.0%}",
             f"{m.rollout_idle:.0%}",
             histogram + ("" if m.bound_kept else "  (bound not kept)"),
-            dropped,
+            discarded,
             f"{m.reprefilled_tokens / 1e6:.1f} M",
         )
     console = Console()

@@ -98,18 +98,18 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run)
+    stored_run = open_run(run)
     with named_cluster(cluster, configured=False) as client:  # an audit needs none
-        result = stored.audit(full=full, memory_mib=memory, workers=workers, client=client)
-    bias = stored.drop_bias() if result.readable else None
+        result = stored_run.audit(full=full, memory_mib=memory, workers=workers, client=client)
+    bias = stored_run.drop_bias() if result.readable else None
     if as_json:
         print_json({**result.as_dict(), "bias": None if bias is None else bias.as_dict()})
     elif result.clean and not result.num_steps:
         click.echo(f"{run}: {result.verdict}")
     else:
-        covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
-        covered += f"{result.max_staleness} ({stored.bound})"
-        click.echo(f"{run}: {'damaged' if result.unchecked else covered}")
+        summary = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
+        summary += f"{result.max_staleness} ({stored_run.bound})"
+        click.echo(f"{run}: {'damaged' if result.unchecked else summary}")
         click.echo("\n".join(result.lines))
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")

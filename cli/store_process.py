@@ -40,10 +40,10 @@ def rescore(
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run)
+    stored_run = open_run(run)
     first_line = starting_message(cluster, workers)
     with named_cluster(cluster) as client, progress_bar("scored", quiet=as_json, first_line=first_line) as progress:
-        result = stored.rescore(
+        result = stored_run.rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
     if as_json:
@@ -104,10 +104,10 @@ def recompute_logprobs(
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run)
+    stored_run = open_run(run)
     first_line = starting_message(cluster, workers)
     with named_cluster(cluster) as client, progress_bar("read", quiet=as_json, first_line=first_line) as progress:
-        result = stored.recompute_logprobs(
+        result = stored_run.recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
     if as_json:
@@ -160,10 +160,10 @@ def export(
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run, branch=branch)
+    stored_run = open_run(run, branch=branch)
     first_line = starting_message(cluster, workers)
     with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first_line=first_line) as progress:
-        result = stored.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
+        result = stored_run.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
         print_json(result)
     else:

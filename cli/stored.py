@@ -56,7 +56,7 @@ def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterat
     if not (cluster.is_named if configured else cluster.address or cluster.scheduler_file):
         yield None
         return
-    with cluster.blocking() as client:
+    with cluster.open_blocking_client() as client:
         yield client
 
 
@@ -99,9 +99,9 @@ def progress_bar(label: str, *, quiet: bool, first_line: str = "") -> Iterator[C
     with Progress(console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(label)
 
-        def progress(done: int, total: int) -> None:
+        def progress(num_done: int, total: int) -> None:
             if total:
-                bar.update(task, completed=done, total=total)
+                bar.update(task, completed=num_done, total=total)
             elif first_line and not quiet:
                 console.print(first_line, highlight=False, soft_wrap=True)
 

@@ -48,9 +48,9 @@ def train_offline(
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run, branch=branch)
+    stored_run = open_run(run, branch=branch)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        result = stored.train_offline(
+        result = stored_run.train_offline(
             out or None, overrides=overrides, where=selection, epochs=epochs, client=client, report=report
         )
     if as_json:
@@ -85,12 +85,12 @@ def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
             if "say" in event:
                 console.print(event["say"], highlight=False, soft_wrap=True)
             if "metrics" in event:
-                m, done, total = event["metrics"], event["done"], event["total"]
+                m, num_done, total = event["metrics"], event["done"], event["total"]
                 kl = f"  KL {m['kl_rollout']:.2g}" if "kl_rollout" in m else ""
                 line = f"reward {m['reward']:.3f}  loss {m.get('loss', 0):+.4f}{kl}"
-                bar.update(task, completed=done, total=total, description=line)
-                if not console.is_terminal and (done % 10 == 0 or done == total):
-                    console.print(f"step {done}/{total}  {line}", highlight=False, soft_wrap=True)
+                bar.update(task, completed=num_done, total=total, description=line)
+                if not console.is_terminal and (num_done % 10 == 0 or num_done == total):
+                    console.print(f"step {num_done}/{total}  {line}", highlight=False, soft_wrap=True)
 
         yield report
 
@@ -114,9 +114,9 @@ def unlearn(run: str, selection: str, branch: str, out: str, as_json: bool, clus
     from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.stored_runs.run_files import format_steps
 
-    stored = open_run(run)
+    stored_run = open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        result = stored.unlearn(selection, branch=branch, out=out or None, client=client, report=report)
+        result = stored_run.unlearn(selection, branch=branch, out=out or None, client=client, report=report)
     training = result.training
     if as_json:
         print_json(result)
@@ -148,9 +148,9 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
-    stored = open_run(run)
+    stored_run = open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        result = stored.bisect(at, since=since, client=client, report=report)
+        result = stored_run.bisect(at, since=since, client=client, report=report)
     if as_json:
         print_json(result)
         return
@@ -214,14 +214,14 @@ def verify(
             )
         signer = certificate.signer_of(checkpoint, Path(signed_by))
     run = source if checkpoint is None else certificate.run_of(checkpoint)
-    stored = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
+    stored_run = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        if stored is None:
+        if stored_run is None:
             result = offline_verification.verify_offline(
                 Path(run), steps=steps, seed=seed, client=client, report=report
             )
         else:
-            result = stored.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
+            result = stored_run.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
     if as_json:
         print_json({**dataclasses.asdict(result), "verified": result.verified})
     else:

@@ -41,9 +41,9 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     reader, *others = (RunReader(open_run(name).path) for name in (run, other) if name)
     for page_reader in (reader, *others):
         page_reader.read_snapshot()  # reports a store that cannot be read before anything is served
-    listening = listen(host, PORT if port is None else port, exactly=port is not None)
+    sock = listen(host, PORT if port is None else port, exactly=port is not None)
     url_host = f"[{host}]" if ":" in host else host
-    address = f"http://{url_host}:{listening.getsockname()[1]}/"
+    address = f"http://{url_host}:{sock.getsockname()[1]}/"
 
     def started() -> None:
         click.echo(f"{run}: {address} (Ctrl-C ends it)")
@@ -55,7 +55,7 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     if until_eof:  # for a program that starts it, and with which it is to end
         threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        make_server(RunApi(reader, *others), host, started).run(sockets=[listening])
+        make_server(RunApi(reader, *others), host, started).run(sockets=[sock])
     except KeyboardInterrupt:
         sys.exit(130)
 

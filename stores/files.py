@@ -80,16 +80,16 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
                 flush_and_rename(tmp_path, path)
                 return
             _flush_all(tmp_path)
-            old = tmp_path.with_suffix(".old")
-            path.rename(old)  # a folder cannot be renamed onto a full one
+            old_path = tmp_path.with_suffix(".old")
+            path.rename(old_path)  # a folder cannot be renamed onto a full one
             try:
                 tmp_path.replace(path)
             except OSError:
-                old.rename(path)
+                old_path.rename(path)
                 raise
             _flush(path.parent)
             with contextlib.suppress(OSError):
-                old.rename(tmp_path)  # removed under this name: what is called old is whole
+                old_path.rename(tmp_path)  # removed under this name: what is called old is whole
 
 
 def flush_and_rename(tmp_path: Path, path: Path) -> None:
@@ -111,12 +111,12 @@ def require_writable_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Iterator[None]:
     """Raise failures as a StoreError of one line."""
-    expected: Failures = (OSError, *failures)
+    error_types: Failures = (OSError, *failures)
     try:
         yield
     except StaleflowError:
         raise
-    except expected as error:
+    except error_types as error:
         lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
         raise StoreError(f"{path}: cannot be written: {lines[0]}; {remedy}") from error
 

@@ -27,15 +27,15 @@ class IdSet:
     def add(self, ids: Ints) -> Ints:
         """Add ids. Returns those that were in the set before or occur twice among them."""
         unique, counts = np.unique(ids, return_counts=True)
-        absent = self._absent(unique)
-        new = unique[absent]
-        if len(new):
-            starts = np.sort(np.concatenate([self._starts, new + 1]))
-            ends = np.sort(np.concatenate([self._ends, new]))
+        is_absent = self._absent(unique)
+        new_ids = unique[is_absent]
+        if len(new_ids):
+            starts = np.sort(np.concatenate([self._starts, new_ids + 1]))
+            ends = np.sort(np.concatenate([self._ends, new_ids]))
             nonempty = starts < ends
             self._starts, self._ends = starts[nonempty], ends[nonempty]
-            self.count += len(new)
-        return unique[~absent | (counts > 1)]
+            self.count += len(new_ids)
+        return unique[~is_absent | (counts > 1)]
 
     def absent(self, start: Ints, stop: Ints) -> int:
         """Number of ids in the disjoint intervals start <= id < stop that are not in the set."""
@@ -59,8 +59,8 @@ class IdSet:
         """Number of absent ids below each id. It may wrap around; differences are right all the same."""
         sizes = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._ends - self._starts)])
         indices = np.searchsorted(self._starts, ids, side="right") - 1
-        within = np.minimum(ids, self._ends[np.maximum(indices, 0)]) - self._starts[np.maximum(indices, 0)]
-        return np.where(indices < 0, 0, sizes[np.maximum(indices, 0)] + within)
+        offsets = np.minimum(ids, self._ends[np.maximum(indices, 0)]) - self._starts[np.maximum(indices, 0)]
+        return np.where(indices < 0, 0, sizes[np.maximum(indices, 0)] + offsets)
 
 
 def merge_ids(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:

@@ -195,10 +195,10 @@ def with_rate(step: Mapping[str, float], previous: Mapping[str, float] | None) -
 
 def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
     """Add tokens_per_s to copies of the metrics of all steps."""
-    rated: list[dict[str, float]] = []
+    result: list[dict[str, float]] = []
     for step in steps:
-        rated.append(with_rate(step, rated[-1] if rated else None))
-    return rated
+        result.append(with_rate(step, result[-1] if result else None))
+    return result
 
 
 def tokens_per_s(steps: Sequence[Mapping[str, float]]) -> float:

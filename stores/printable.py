@@ -9,6 +9,6 @@ def printable(text: str, max_chars: int | None = None) -> str:
     >>> printable("a\x1b[2Jb", 5)
     'a\\x1b[2J...'
     """
-    shortened = text if max_chars is None or len(text) <= max_chars else text[:max_chars]
-    escaped = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in shortened)
-    return escaped if len(shortened) == len(text) else f"{escaped}..."
+    short_text = text if max_chars is None or len(text) <= max_chars else text[:max_chars]
+    escaped = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in short_text)
+    return escaped if len(short_text) == len(text) else f"{escaped}..."

@@ -72,17 +72,17 @@ def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
 
     rewards: prompts without responses are left out.
     """
-    by_prompt = [responses for responses in rewards if responses]
-    if not by_prompt:
+    prompt_rewards = [responses for responses in rewards if responses]
+    if not prompt_rewards:
         return Estimate(mean=None, num_prompts=0)
-    means = [statistics.fmean(responses) for responses in by_prompt]
+    means = [statistics.fmean(responses) for responses in prompt_rewards]
     mean, count = statistics.fmean(means), len(means)
     stderr = statistics.stdev(means) / math.sqrt(count) if count > 1 else None
     interval = None
-    if is_binary(by_prompt):
+    if is_binary(prompt_rewards):
         trials: float = count
         if stderr:
-            trials = min(max(count, mean * (1 - mean) / stderr**2), sum(map(len, by_prompt)))
+            trials = min(max(count, mean * (1 - mean) / stderr**2), sum(map(len, prompt_rewards)))
         interval = wilson(mean, trials)
     elif stderr and count >= MIN_PROMPTS:
         interval = _student(mean, stderr, count)
@@ -103,8 +103,8 @@ def wilson(share: float, trials: float) -> Interval:
     z = _normal_quantile()
     scale = 1 + z * z / trials
     centre = (share + z * z / (2 * trials)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return Interval(low=max(0.0, centre - half), high=min(1.0, centre + half))
+    half_width = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Interval(low=max(0.0, centre - half_width), high=min(1.0, centre + half_width))
 
 
 def best_of(rewards: Sequence[float], k: int) -> float:
@@ -158,17 +158,17 @@ def paired_difference(
 
     base, other: the rewards by prompt. Returns None for fewer than `MIN_PROMPTS` such prompts.
     """
-    shared = [prompt for prompt in base if base[prompt] and other.get(prompt)]
-    if len(shared) < MIN_PROMPTS:
+    shared_prompts = [prompt for prompt in base if base[prompt] and other.get(prompt)]
+    if len(shared_prompts) < MIN_PROMPTS:
         return None
-    differences = [statistics.fmean(other[prompt]) - statistics.fmean(base[prompt]) for prompt in shared]
+    differences = [statistics.fmean(other[prompt]) - statistics.fmean(base[prompt]) for prompt in shared_prompts]
     mean = statistics.fmean(differences)
     stderr = statistics.stdev(differences) / math.sqrt(len(differences))
     return PairedDifference(
         mean=mean,
-        num_prompts=len(shared),
+        num_prompts=len(shared_prompts),
         stderr=stderr,
-        interval=_student(mean, stderr, len(shared)),
+        interval=_student(mean, stderr, len(shared_prompts)),
         p=sign_flip_p(differences),
     )
 
@@ -180,17 +180,17 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     >>> sign_flip_p([1.0] * 5)
     0.0625
     """
-    changed = np.array([difference for difference in differences if difference], np.float64)
-    observed = abs(changed.sum())
-    enough = observed - 1e-9 * np.abs(changed).sum()  # sums of the same parts in another order
-    if len(changed) <= MAX_EXACT:
-        bits = np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))
-        return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ changed) >= enough))
-    rng, extreme = np.random.default_rng(0), 1
+    nonzero_differences = np.array([difference for difference in differences if difference], np.float64)
+    observed_sum = abs(nonzero_differences.sum())
+    threshold = observed_sum - 1e-9 * np.abs(nonzero_differences).sum()  # sums of the same parts in another order
+    if len(nonzero_differences) <= MAX_EXACT:
+        bits = np.arange(2 ** len(nonzero_differences))[:, None] >> np.arange(len(nonzero_differences))
+        return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ nonzero_differences) >= threshold))
+    rng, num_extreme = np.random.default_rng(0), 1
     for start in range(0, NUM_DRAWS, 1000):
-        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - start), len(changed)), np.int8)
-        extreme += int(np.sum(np.abs((1.0 - 2 * signs) @ changed) >= enough))
-    return extreme / (NUM_DRAWS + 1)
+        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - start), len(nonzero_differences)), np.int8)
+        num_extreme += int(np.sum(np.abs((1.0 - 2 * signs) @ nonzero_differences) >= threshold))
+    return num_extreme / (NUM_DRAWS + 1)
 
 
 def student_quantile(degrees: int) -> float:
@@ -215,8 +215,8 @@ def _normal_quantile() -> float:
 
 
 def _student(mean: float, stderr: float, count: int) -> Interval:
-    half = student_quantile(count - 1) * stderr
-    return Interval(low=mean - half, high=mean + half)
+    half_width = student_quantile(count - 1) * stderr
+    return Interval(low=mean - half_width, high=mean + half_width)
 
 
 EQUAL_TOLERANCE = 1e-9

@@ -31,14 +31,14 @@ from cattrs import Converter, ForbiddenExtraKeysError, transform_error
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 T = TypeVar("T")
-Plain = Any
+PlainValue = Any
 """None, bool, int, float, str, and lists and dicts of them."""
 TAG = "type"
 INT_LIMIT = 2**64
 """Limit of the absolute value of integers, because msgpack has no larger ones."""
 
 
-def parse_json(text: str | bytes) -> Plain:
+def parse_json(text: str | bytes) -> PlainValue:
     """Parse JSON of unknown origin. Raises ValueError, also if it is nested too deep."""
     try:
         return json.loads(text)
@@ -78,11 +78,11 @@ class Codec:
             lambda cls: cls in sparse, lambda cls: self._sparse_encoder(cls, sparse[cls])
         )
 
-    def encode(self, value: Any) -> Plain:
+    def encode(self, value: Any) -> PlainValue:
         """Convert a dataclass to plain values."""
         return self._converter.unstructure(value)
 
-    def decode(self, value: Plain, cls: type[T]) -> T:
+    def decode(self, value: PlainValue, cls: type[T]) -> T:
         """Decode plain values. Raises ValueError with the first error and the field that has it."""
         try:
             return self._converter.structure(value, cls)
@@ -102,8 +102,8 @@ class Codec:
 
     def _sparse_encoder(self, cls: type[Any], names: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
         """Make the encoder of a class that omits these fields while they have their default."""
-        omitted: Any = {name: override(omit_if_default=True) for name in names}
-        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(cls, self._converter, **omitted)
+        overrides: Any = {name: override(omit_if_default=True) for name in names}
+        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(cls, self._converter, **overrides)
         return encode
 
     def _tagged_encoder(self, cls: type[Any]) -> Callable[[Any], dict[str, Any]]:
@@ -137,7 +137,7 @@ class Codec:
 
     def _dict_decoder(self, cls: Any) -> Callable[[Any, Any], dict[Any, Any]]:
         key, value_type = get_args(cls)
-        decode_key = _int_key if key is int else self._converter.get_structure_hook(key)
+        decode_key = _decode_int_key if key is int else self._converter.get_structure_hook(key)
         decode_value = self._converter.get_structure_hook(value_type)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
@@ -165,7 +165,7 @@ def _require_list(value: Any) -> Any:
     return value
 
 
-def _int_key(key: Any, _: Any) -> int:
+def _decode_int_key(key: Any, _: Any) -> int:
     """Decode the digits of an integer key. int() would also accept "1_0" and " 10"."""
     if type(key) is not str or not re.fullmatch("-?[0-9]+", key):
         raise ValueError(f"expected int, got {key!r}")

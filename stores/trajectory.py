@@ -14,7 +14,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import ContextBranch, places
+from staleflow.stores.context_branches import ContextBranch, context_positions
 
 TrajectoryId = NewType("TrajectoryId", int)
 GroupId = NewType("GroupId", int)
@@ -231,7 +231,7 @@ class Trajectory:
         """[C] token ids of the next token's context: all tokens so far, unless there are branches."""
         tokens = np.concatenate([self.prompt_tokens, self.response_tokens])
         branches = self.branches
-        return tokens[places(branches, len(tokens))] if branches else tokens
+        return tokens[context_positions(branches, len(tokens))] if branches else tokens
 
     @property
     def logprobs(self) -> FloatArray:

@@ -142,8 +142,8 @@ def _culprit(obj: Any, error: Exception, modules: set[str], path: list[str]) -> 
             continue
         try:
             cloudpickle.dumps(value)
-        except Exception as inner:  # noqa: BLE001  an object of the user's may raise anything
-            return _culprit(value, inner, modules, [*path, name])
+        except Exception as nested_error:  # noqa: BLE001  an object of the user's may raise anything
+            return _culprit(value, nested_error, modules, [*path, name])
     return path, " ".join(str(error).split())
 
 
@@ -181,22 +181,22 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _sources(obj: Any, modules: set[str], seen: set[int] | None = None) -> Iterator[str]:
+def _sources(obj: Any, modules: set[str], visited_ids: set[int] | None = None) -> Iterator[str]:
     """Source texts of an object and of the user's functions and classes that it uses."""
-    seen = set() if seen is None else seen
-    if id(obj) in seen:
+    visited_ids = set() if visited_ids is None else visited_ids
+    if id(obj) in visited_ids:
         return
-    seen.add(id(obj))
+    visited_ids.add(id(obj))
     if isinstance(obj, (types.FunctionType, type)) and _by_value(obj, modules):
         with contextlib.suppress(OSError, TypeError):  # a plain Python prompt keeps no source
             yield textwrap.dedent(inspect.getsource(obj)).rstrip()
         if isinstance(obj, type):
             for member in vars(obj).values():
                 for _, value in _parts(member, modules):
-                    yield from _sources(value, modules, seen)
+                    yield from _sources(value, modules, visited_ids)
             return
         for _, value in _parts(obj, modules):
-            yield from _sources(value, modules, seen)
+            yield from _sources(value, modules, visited_ids)
 
 
 def _by_value(obj: Any, modules: set[str]) -> bool:
@@ -218,8 +218,8 @@ def _own_modules() -> Iterator[set[str]]:
         if not INSTALLED & set(path.parts) and not path.is_relative_to(standard):
             modules[name] = module
     if modules:  # a package that is installed where its developer edits it is installed, too
-        installed = importlib.metadata.packages_distributions()
-        modules = {name: module for name, module in modules.items() if name.partition(".")[0] not in installed}
+        package_names = importlib.metadata.packages_distributions()
+        modules = {name: module for name, module in modules.items() if name.partition(".")[0] not in package_names}
     with _registering, contextlib.ExitStack() as registered:
         for module in modules.values():
             with contextlib.suppress(ValueError):  # not in sys.modules under its own name
@@ -255,5 +255,5 @@ def file_name(branch: str) -> str:
     >>> file_name("strict"), file_name("by length")
     ('branch_strict', 'branch_by_length_588131ba')
     """
-    plain = re.sub(r"[^A-Za-z0-9]", "_", branch)
-    return f"branch_{plain}" if plain == branch else f"branch_{plain}_{zlib.crc32(branch.encode()):08x}"
+    identifier = re.sub(r"[^A-Za-z0-9]", "_", branch)
+    return f"branch_{identifier}" if identifier == branch else f"branch_{identifier}_{zlib.crc32(branch.encode()):08x}"

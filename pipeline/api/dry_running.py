@@ -27,14 +27,14 @@ class DryRunResult:
     """What a dry run drew, scored and stored."""
 
     steps: int
-    prompt_tokens: tuple[int, int]
+    prompt_length_range: tuple[int, int]
     """Tokens of the shortest and of the longest prompt."""
-    rewards: int
+    num_scored: int
     """Random responses that were scored."""
-    reward: tuple[float, float]
+    reward_range: tuple[float, float]
     """The least and the greatest reward."""
     reward_errors: Mapping[str, int]
-    """Errors of the reward, the most frequent first, and how often each came."""
+    """Number of responses by error of the reward, most frequent first."""
     findings: tuple[str, ...]
     """What an audit of the store found; empty if all holds."""
 
@@ -42,15 +42,15 @@ class DryRunResult:
     def lines(self) -> list[str]:
         """The result for display, one line per part of the job."""
         lines = [
-            "prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_tokens),
-            "reward   computed for {} random responses, {:g} to {:g}".format(self.rewards, *self.reward),
+            "prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_length_range),
+            "reward   computed for {} random responses, {:g} to {:g}".format(self.num_scored, *self.reward_range),
         ]
         if self.reward_errors:
-            failed, first = sum(self.reward_errors.values()), next(iter(self.reward_errors))
-            lines.append(f"         failed for {failed} more; most often: {first}")
+            num_failed, first_error = sum(self.reward_errors.values()), next(iter(self.reward_errors))
+            lines.append(f"         failed for {num_failed} more; most often: {first_error}")
         findings = self.findings
-        audited = f"{len(findings)} FINDINGS: {findings[0]}" if findings else "audited, all holds"
-        return [*lines, f"store    {audited}"]
+        outcome = f"{len(findings)} FINDINGS: {findings[0]}" if findings else "audited, all holds"
+        return [*lines, f"store    {outcome}"]
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
@@ -76,10 +76,10 @@ def dry_run(
     """
     config = with_objects(job, overrides, {"rows": rows, "reward": reward, **objects})
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
-        small = dry_job(config, Path(folder))
-        local_cluster.prepare(small.cluster.threads, local_cluster.modules(emulated=True))
-        preflight.check_job(replace(small, reward=config.reward))
-        handle = RunHandle(small, resume=False, security=None, progress=False)
+        dry_config = dry_job(config, Path(folder))
+        local_cluster.prepare(dry_config.cluster.threads, local_cluster.modules(emulated=True))
+        preflight.check_job(replace(dry_config, reward=config.reward))
+        handle = RunHandle(dry_config, resume=False, security=None, progress=False)
         return dry_run_result(handle.result_or_interrupt().run_dir)
 
 
@@ -92,22 +92,22 @@ def dry_job(job: Job, folder: Path) -> Job:
 def dry_run_result(run_dir: Path) -> DryRunResult:
     """Read the results of a dry run from its store, and audit it. Raises StoreError."""
     store = VersionedStore.open(run_dir / "store")
-    audited = audit(store)
-    scored = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]
-    errors = Counter(t.error for t in scored if t.error)
-    rewards = [t.reward for t in scored if not t.error]
-    prompt_lengths = [len(t.prompt_tokens) for t in scored]
+    audit_result = audit(store)
+    scored_trajectories = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]
+    errors = Counter(t.error for t in scored_trajectories if t.error)
+    rewards = [t.reward for t in scored_trajectories if not t.error]
+    prompt_lengths = [len(t.prompt_tokens) for t in scored_trajectories]
     return DryRunResult(
-        steps=audited.num_steps,
-        prompt_tokens=(min(prompt_lengths, default=0), max(prompt_lengths, default=0)),
-        rewards=len(rewards),
-        reward=(min(rewards, default=0.0), max(rewards, default=0.0)),
+        steps=audit_result.num_steps,
+        prompt_length_range=(min(prompt_lengths, default=0), max(prompt_lengths, default=0)),
+        num_scored=len(rewards),
+        reward_range=(min(rewards, default=0.0), max(rewards, default=0.0)),
         reward_errors=dict(errors.most_common()),
-        findings=tuple(finding.message for finding in audited.findings),
+        findings=tuple(finding.message for finding in audit_result.findings),
     )
 
 
-STEPS, GROUPS, WORKERS = 3, 8, 2
+MAX_STEPS, MAX_GROUPS, MAX_WORKERS = 3, 8, 2
 """Most training steps, groups per step, and rollout instances or reward workers of a dry run."""
 RESPONSE_S = 0.5
 """Seconds the longest response should take."""
@@ -125,21 +125,21 @@ def make_dry_settings(config: RunConfig, runs_dir: Path) -> RunConfig:
     folder = find_model(config.model.path) if config.model.path else None
     scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
     engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
-    groups = min(batch.groups_per_step, GROUPS)
+    groups = min(batch.groups_per_step, MAX_GROUPS)
     return dataclasses.replace(
         config,
         runs_dir=str(runs_dir),
-        steps=min(config.steps, STEPS),
+        steps=min(config.steps, MAX_STEPS),
         model=dataclasses.replace(config.model, path=str(folder or config.model.path), device="cpu"),
         batch=dataclasses.replace(batch, groups_per_step=groups, extra_groups=min(batch.extra_groups, groups)),
         rollout=dataclasses.replace(
-            rollout, engine=engine, instances=min(rollout.instances, WORKERS), logprob_drift_limit=1e9
+            rollout, engine=engine, instances=min(rollout.instances, MAX_WORKERS), logprob_drift_limit=1e9
         ),
         training=dataclasses.replace(
             config.training, minibatches=min(config.training.minibatches, groups * batch.group_size)
         ),
         # Random answers may fail more often than a model's: failures are counted, and the first is shown.
-        reward=dataclasses.replace(config.reward, workers=min(config.reward.workers, WORKERS), max_error_share=1.0),
+        reward=dataclasses.replace(config.reward, workers=min(config.reward.workers, MAX_WORKERS), max_error_share=1.0),
         cluster=dataclasses.replace(config.cluster, kind="local", address="", scheduler_file="", dashboard=False),
         tracking=dataclasses.replace(config.tracking, tracker="", tensorboard=False),
         workload=dataclasses.replace(

@@ -62,7 +62,7 @@ class JobObjects(TypedDict, total=False):
     """Held-out rows, as `rows`."""
 
 
-WITH_KNOBS = ("loss", "routing")
+OBJECTS_WITH_KNOBS = ("loss", "routing")
 """Arguments whose classes may have knobs."""
 
 
@@ -84,7 +84,7 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
     if isinstance(source, Job):
         tree, where = tomllib.loads(knob_tree.to_toml(source)), "job"
     elif isinstance(source, Mapping):
-        tree, where = _plain_table(source), "job"
+        tree, where = _to_job_table(source), "job"
     elif isinstance(source, (str, Path)):
         tree, where = loading.read_tree(source), str(source)
     else:
@@ -96,7 +96,7 @@ def override_texts(overrides: Overrides | None) -> tuple[str, ...]:
     """Overrides as texts `key=value`. Functions and classes are replaced by the names of their files. Raises
     ConfigError."""
     if isinstance(overrides, Mapping):
-        overrides = {key: _plain(key, value) for key, value in overrides.items()}
+        overrides = {key: _to_job_value(key, value) for key, value in overrides.items()}
     return override_lines(overrides)
 
 
@@ -153,12 +153,16 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
                 },
             }
         elif not callable(value) and not isinstance(value, (str, Path, Mapping, list, tuple)):
-            knobs = f"; set its knobs by overrides, as {key.removesuffix('.name')}.KNOB" if name in WITH_KNOBS else ""
+            knobs = (
+                f"; set its knobs by overrides, as {key.removesuffix('.name')}.KNOB"
+                if name in OBJECTS_WITH_KNOBS
+                else ""
+            )
             raise ConfigError(
                 f"{name}: a {type(value).__name__}; expected a function, a class, or a name as in a job file{knobs}"
             )
         else:
-            changes[key] = _plain(name, value)
+            changes[key] = _to_job_value(name, value)
             if name == "agent" and callable(value):
                 changes[key] = f"agent:{changes[key]}"
             if name == "reward":
@@ -166,17 +170,17 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
     return load_job(source, (*override_texts(changes), *override_texts(overrides)))
 
 
-def _plain_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): _plain(str(key), value) for key, value in table.items()}
+def _to_job_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): _to_job_value(str(key), value) for key, value in table.items()}
 
 
-def _plain(key: str, value: Any) -> Any:
+def _to_job_value(key: str, value: Any) -> Any:
     """Convert a value to the form of a job file: functions and classes are written to files and replaced by their
     names. Raises ConfigError."""
     if isinstance(value, Mapping):
-        return _plain_table(value)
+        return _to_job_table(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(key, entry) for entry in value]
+        return [_to_job_value(key, entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if callable(value):

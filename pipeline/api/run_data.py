@@ -172,8 +172,8 @@ class RunData:
         """
         from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory, read_rows
 
-        decoder = self._texts() if texts else None
-        rows = read_rows(self._store(), _of_step(where, step))
+        decoder = self._detokenizer() if texts else None
+        rows = read_rows(self._store(), _step_condition(where, step))
         return (StoredTrajectory.of(row, decoder) for row in rows)
 
     def trajectory(self, id: int) -> StoredTrajectory:
@@ -183,7 +183,7 @@ class RunData:
         row = self._store().get(TrajectoryId(id))
         if row is None:
             raise ConfigError(f"{self._path}: no stored trajectory {id}; it was never started or is still in flight")
-        return StoredTrajectory.of(row, self._texts())
+        return StoredTrajectory.of(row, self._detokenizer())
 
     def sorted_ids(self, order: Order, count: int, where: str = "", *, step: int | None = None) -> list[int]:
         """Ids of the trajectories with the lowest or highest reward, or the most response tokens.
@@ -197,7 +197,7 @@ class RunData:
         """
         from staleflow.pipeline.stored_runs.views import sorted_ids
 
-        return [int(id) for id in sorted_ids(self._store(), order, count, _of_step(where, step))]
+        return [int(id) for id in sorted_ids(self._store(), order, count, _step_condition(where, step))]
 
     def view(self, trajectories: int | Iterable[int], *, model: str = "") -> list[TrajectoryView]:
         """Trajectories for display, token by token: text, policy version, instance, probability and importance ratio.
@@ -224,7 +224,7 @@ class RunData:
         """
         from staleflow.pipeline.stored_runs.tables import pandas_table
 
-        return pandas_table(self._store(), where, self._texts() if texts else None)
+        return pandas_table(self._store(), where, self._detokenizer() if texts else None)
 
     def to_dask(self, where: str = "", *, texts: bool = True) -> Any:
         """Trajectories as a `dask.dataframe`, one row each, which may be larger than memory. Workers read the run's
@@ -250,7 +250,7 @@ class RunData:
         `completion`. Use `export` if they do not fit into memory. Raises ConfigError."""
         from staleflow.pipeline.stored_runs.tables import hugging_face_dataset
 
-        return hugging_face_dataset(self._store(), where, self._texts())
+        return hugging_face_dataset(self._store(), where, self._detokenizer())
 
     # -- in a notebook -------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class RunData:
 
     def _facts(self) -> dict[str, str]:
         summary = self._store().summary() if self._has_store() else None
-        return make_display_facts(self._branch, self._at_step, summary, live=self.live)
+        return make_display_facts(self._branch, self._at_step, summary, is_live=self.live)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -277,29 +277,29 @@ class RunData:
             return VersionedStore.open(self._path / "store", self._at_step)
         return VersionedStore.pinned(self._path / "store", branch or self._branch)
 
-    def _texts(self) -> Any:
+    def _detokenizer(self) -> Any:
         from staleflow.pipeline.stored_runs.response_texts import make_fast_detokenizer
 
         return make_fast_detokenizer(self.job)
 
 
-def _of_step(where: str, step: int | None) -> str:
+def _step_condition(where: str, step: int | None) -> str:
     """A condition on trajectories that also demands that a training step consumed them."""
     if step is None:
         return where
-    consumed = f"fate == 'consumed' and step == {step}"
-    return f"({where}) and {consumed}" if where else consumed
+    condition = f"fate == 'consumed' and step == {step}"
+    return f"({where}) and {condition}" if where else condition
 
 
-def make_display_facts(branch: str, at_step: int | None, summary: Summary | None, *, live: bool) -> dict[str, str]:
+def make_display_facts(branch: str, at_step: int | None, summary: Summary | None, *, is_live: bool) -> dict[str, str]:
     """The displayed facts of a run, by name, in display order. summary: None before the run has a store."""
-    ended = summary is not None and summary.ended
-    last = None if summary is None else summary.last_trained
-    reward = None if last is None else last.metrics.get("reward")
+    has_ended = summary is not None and summary.ended
+    last_record = None if summary is None else summary.last_trained
+    reward = None if last_record is None else last_record.metrics.get("reward")
     return {
         "branch": branch,
         **({} if at_step is None else {"as of step": str(at_step)}),
-        "state": "finished" if ended else "live" if live else "unfinished",
+        "state": "finished" if has_ended else "live" if is_live else "unfinished",
         "steps": f"{0 if summary is None else summary.num_steps:,}",
         "trajectories": f"{0 if summary is None else summary.num_rows:,}",
         "tokens": f"{0 if summary is None else summary.num_tokens:,}",

@@ -44,26 +44,26 @@ class RunProgress(RunListener):
         self._steps = steps
         self._prints = prints
         self._after_step = after_step
-        self.doing = "checking the job"
-        self.waiting = False
+        self.activity = "checking the job"
+        self.is_waiting = False
         self.driven = False
         """Whether the driver has begun."""
         self.version = 0
         self.report = RunReport()
 
     def line(self, text: str) -> None:
-        self.doing, self.waiting = text.removeprefix(WAITING), text.startswith(WAITING)
+        self.activity, self.is_waiting = text.removeprefix(WAITING), text.startswith(WAITING)
         self.print(text)
 
-    def phase(self, doing: str) -> None:
-        self.doing = doing
+    def phase(self, activity: str) -> None:
+        self.activity = activity
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
-        self.waiting, self.driven = False, True
+        self.is_waiting, self.driven = False, True
         self.version, self.report = snapshot.version, report
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
-        self.doing = "training"
+        self.activity = "training"
         self.print(format_step(step, self._steps, limit))
         self._after_step()
 
@@ -90,7 +90,7 @@ class RunHandle:
             after_step=(lambda: progress(self.status())) if callable(progress) else (lambda: None),
         )
         self._stop = StopRequest()
-        self._checked, self._ended = threading.Event(), threading.Event()
+        self._checked_event, self._ended_event = threading.Event(), threading.Event()
         self._result: RunResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name=f"staleflow {job.name}", daemon=True)
@@ -115,20 +115,20 @@ class RunHandle:
     @property
     def done(self) -> bool:
         """Whether the run has ended: finished, stopped or failed."""
-        return self._ended.is_set()
+        return self._ended_event.is_set()
 
     def status(self) -> RunStatus:
         """The current status of the run. Returns at once."""
         steps = list(self._progress.report.steps)
-        last = steps[-1] if steps else {}
-        elapsed_s = last.get("elapsed_s", 0.0)
+        last_step = steps[-1] if steps else {}
+        elapsed_s = last_step.get("elapsed_s", 0.0)
         remaining_steps = self._job.steps - self._progress.version
         return RunStatus(
             state=self._state(),
             step=self._progress.version,
             steps=self._job.steps,
-            reward=last.get("reward"),
-            staleness=last.get("staleness_mean"),
+            reward=last_step.get("reward"),
+            staleness=last_step.get("staleness_mean"),
             tokens_per_s=tokens_per_s(steps),
             elapsed_s=elapsed_s,
             remaining_s=remaining_steps * elapsed_s / len(steps)
@@ -151,7 +151,7 @@ class RunHandle:
         Returns:
             Whether the run has ended.
         """
-        return self._ended.wait(timeout_s)
+        return self._ended_event.wait(timeout_s)
 
     def result(self, timeout_s: float | None = None) -> RunResult:
         """Wait until the run has ended, and return its result.
@@ -180,8 +180,8 @@ class RunHandle:
 
     def wait_until_checked(self) -> None:
         """Wait until the job is checked. Raises the error of the check."""
-        self._checked.wait()
-        if self._ended.is_set() and isinstance(self._error, ConfigError):
+        self._checked_event.wait()
+        if self._ended_event.is_set() and isinstance(self._error, ConfigError):
             raise self._error
 
     def result_or_interrupt(self) -> RunResult:
@@ -201,18 +201,18 @@ class RunHandle:
         try:
             for line in preflight.check_job(self._job):
                 logger.warning(line)
-            self._progress.doing = "starting"
-            self._checked.set()
+            self._progress.activity = "starting"
+            self._checked_event.set()
             self._result = asyncio.run(self._execute())
-            self._progress.doing = self._result.stopped
+            self._progress.activity = self._result.stopped
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = error
         finally:
-            checked = self._checked.is_set()
-            self._ended.set()
-            self._checked.set()
+            is_checked = self._checked_event.is_set()
+            self._ended_event.set()
+            self._checked_event.set()
             _running.discard(self)
-            if checked:  # else the error is raised at once
+            if is_checked:  # else the error is raised at once
                 self._progress.print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
@@ -242,14 +242,14 @@ class RunHandle:
             return "stopped" if isinstance(self._error, Interrupted) else "failed"
         if self._stop.reason:
             return "stopping"
-        if self._progress.waiting:
+        if self._progress.is_waiting:
             return "waiting"
         return "running" if self._progress.driven else "starting"
 
     def _message(self) -> str:
         if self._error is not None:
             return str(self._error) or type(self._error).__name__
-        return self._progress.doing if self._result is None else self._result.stopped
+        return self._progress.activity if self._result is None else self._result.stopped
 
 
 _running: weakref.WeakSet[RunHandle] = weakref.WeakSet()

@@ -107,12 +107,12 @@ async def run_async(
     """
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     handle = _start_unchecked(config, client=client, progress=progress, resume=False)
-    ended = asyncio.ensure_future(asyncio.to_thread(handle.wait))
+    wait_task = asyncio.ensure_future(asyncio.to_thread(handle.wait))
     try:
-        await asyncio.shield(ended)
+        await asyncio.shield(wait_task)
     except asyncio.CancelledError:
         handle.stop("cancelled")
-        await ended
+        await wait_task
         raise
     return handle.result()
 

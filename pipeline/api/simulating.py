@@ -57,7 +57,7 @@ class SimulationResult:
     """The result of simulating a variant of a job."""
 
     variant: JobVariant
-    measures: SimulationStats
+    stats: SimulationStats
     """Times, idle shares, staleness and drops."""
     trace: Trace
     """Everything that happened, in virtual time."""
@@ -69,25 +69,26 @@ class SimulationResult:
 
     def explanation(self) -> list[str]:
         """Lines that explain the time of a step, compared with the lower bound on it."""
-        return explanation(self.variant.job, self.measures)
+        return explanation(self.variant.job, self.stats)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain values, without the trace."""
-        measures = self.measures
+        stats = self.stats
         return {
             "row": self.label,
             "overrides": list(self.variant.overrides),
-            **asdict(measures),
-            "bound_s": measures.bound.step_s,
-            "of_bound": measures.share_of_bound,
-            "diagnosis": None if measures.diagnosis is None else measures.diagnosis.as_dict(),
+            **asdict(stats),
+            "bound_s": stats.bound.step_s,
+            "of_bound": stats.share_of_bound,
+            "diagnosis": None if stats.diagnosis is None else stats.diagnosis.as_dict(),
         }
 
     def __str__(self) -> str:
-        m = self.measures
+        stats = self.stats
         return (
-            f"{self.label}: {m.steady_tokens_per_s:,.0f} tokens/s, {m.step_s:.1f} s a step, {m.share_of_bound:.0%} of "
-            f"the bound, trainer idle {m.trainer_idle:.0%}, rollout idle {m.rollout_idle:.0%}"
+            f"{self.label}: {stats.steady_tokens_per_s:,.0f} tokens/s, {stats.step_s:.1f} s a step, "
+            f"{stats.share_of_bound:.0%} of the bound, trainer idle {stats.trainer_idle:.0%}, "
+            f"rollout idle {stats.rollout_idle:.0%}"
         )
 
     def __repr__(self) -> str:
@@ -174,44 +175,44 @@ def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str,
     lists = sweep.values() if isinstance(sweep, Mapping) else [None]
     if any(isinstance(values, str) or not isinstance(values, Iterable) for values in lists):
         raise ConfigError(f'sweep = {sweep!r}: expected lists of values by key, such as {{"staleness.eta": [0, 1]}}')
-    axes = [[_labelled(key, value) for value in values] for key, values in sweep.items()]
+    axes = [[_format_change(key, value) for value in values] for key, values in sweep.items()]
     if not axes:
         return [("the job", ())]
     return [
-        (" ".join(label for label, _ in chosen), tuple(change for _, change in chosen))
-        for chosen in itertools.product(*axes)
+        (" ".join(label for label, _ in choices), tuple(change for _, change in choices))
+        for choices in itertools.product(*axes)
     ]
 
 
-def _labelled(key: str, value: Any) -> tuple[str, str]:
+def _format_change(key: str, value: Any) -> tuple[str, str]:
     """`key=value` without the table names of the key, and the override that sets it. Raises ConfigError."""
-    short = key.rpartition(".")[2]
+    name = key.rpartition(".")[2]
     if callable(value):
-        return f"{short}={getattr(value, '__name__', short)}", override_texts({key: value})[0]
+        return f"{name}={getattr(value, '__name__', name)}", override_texts({key: value})[0]
     text = value if isinstance(value, str) else knob_tree.toml_value(value)
-    return f"{short}={text}", f"{key}={text}"
+    return f"{name}={text}", f"{key}={text}"
 
 
 def simulate_variants(rows: Sequence[JobVariant]) -> Iterator[SimulationResult]:
     """Simulate variants, one process per core. Yields their results in order. Raises ActorLost."""
     if len(rows) == 1:
-        yield _simulated(rows[0])
+        yield _simulate_variant(rows[0])
         return
     # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
     context = context_without_main(multiprocessing.get_context("spawn"))
     with ProcessPoolExecutor(min(len(rows), os.cpu_count() or 1), context) as pool:
         try:
-            yield from pool.map(_simulated, rows)
+            yield from pool.map(_simulate_variant, rows)
         except BrokenProcessPool as error:
             raise ActorLost(
                 "a simulation process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
             ) from error
 
 
-def _simulated(variant: JobVariant) -> SimulationResult:
+def _simulate_variant(variant: JobVariant) -> SimulationResult:
     """Simulate one variant. Picklable, to run in a worker process."""
     trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
-    return SimulationResult(variant=variant, measures=compute_stats(variant.job, trace), trace=trace)
+    return SimulationResult(variant=variant, stats=compute_stats(variant.job, trace), trace=trace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,16 +252,16 @@ def assumptions(config: RunConfig) -> str:
     """One line on the settings that a job leaves at defaults, which were measured with another model and machine, and
     how to measure them; empty if there are none."""
     cost, default = config.rollout.cost, CostModel()
-    assumed = []
+    assumptions = []
     if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):
-        assumed.append("decode steps of a 7B model (rollout.cost)")
+        assumptions.append("decode steps of a 7B model (rollout.cost)")
     for key in ("train_s", "pull_s", "reward_s"):
         value = getattr(config.simulation, key)
         if value == getattr(SimulationConfig(), key):
-            assumed.append(f"simulation.{key} = {value:g}")
+            assumptions.append(f"simulation.{key} = {value:g}")
     if config.workload == WorkloadConfig():
-        assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
-    if not assumed:
+        assumptions.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
+    if not assumptions:
         return ""
     measure = "a run of some ten steps measures all: then staleflow simulate --from RUN"
     profile = Path(f"profiles/{config.name}-run.json")
@@ -268,4 +269,4 @@ def assumptions(config: RunConfig) -> str:
         measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
     elif profile.is_file():
         measure = f"there is a profile of this job: set profile={profile}"
-    return f"assumed, not measured: {', '.join(assumed)}; {measure}"
+    return f"assumed, not measured: {', '.join(assumptions)}; {measure}"

@@ -181,11 +181,11 @@ class Run(RunData):
         lines, notify = override_lines(changes), progress or _ignore
         if not reward and not lines:
             raise ConfigError("rescore: name the reward, or what changes of the job's own")
-        with self._lock_run(), reward_file(self._path, branch, reward) as named:
-            reward_rescoring.check_request(self._path, named, branch, lines)
+        with self._lock_run(), reward_file(self._path, branch, reward) as reward_name:
+            reward_rescoring.check_request(self._path, reward_name, branch, lines)
             notify(0, 0)
             with open_pool(client, workers) as pool:
-                return reward_rescoring.rescore(self._path, named, branch, pool, notify, lines)
+                return reward_rescoring.rescore(self._path, reward_name, branch, pool, notify, lines)
 
     def recompute_logprobs(
         self,
@@ -479,24 +479,24 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
     from staleflow.pipeline.stored_runs import comparison
     from staleflow.pipeline.stored_runs.run_facts import read_facts
 
-    opened = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
-    views = [_view(run) for run in opened]
+    open_runs = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
+    views = [_view(run) for run in open_runs]
     name_suffixes = ["".join(f"@{value}" for value in view.values()) for view in views]
-    names = [run.name + ending for run, ending in zip(opened, name_suffixes, strict=True)]
+    names = [run.name + ending for run, ending in zip(open_runs, name_suffixes, strict=True)]
     if len({*names}) < len(names):
-        names = [run.source + ending for run, ending in zip(opened, name_suffixes, strict=True)]
+        names = [run.source + ending for run, ending in zip(open_runs, name_suffixes, strict=True)]
     return comparison.compare(
         [
             read_facts(run.path, run._store() if run._has_store() else None, name, view)
-            for run, name, view in zip(opened, names, views, strict=True)
+            for run, name, view in zip(open_runs, names, views, strict=True)
         ]
     )
 
 
 def _open_branch(source: str) -> Run:
     """Open `RUN` or `RUN@BRANCH`. Raises ConfigError."""
-    folder, slash, last = source.rpartition("/")
-    name, _, branch = last.partition("@")
+    folder, slash, folder_name = source.rpartition("/")
+    name, _, branch = folder_name.partition("@")
     if not branch or (not is_url(source) and Path(source).exists()):
         return open_run(source)
     return open_run(f"{folder}{slash}{name}", branch=branch)

@@ -83,8 +83,8 @@ class SubmittedJob:
         path = self.run_dir / "summary.json"
         if not path.is_file():
             raise ConfigError(f"{self.run_dir}: no summary.json; the job is {status}, and its folder is not seen here")
-        stopped = status.message if status.state == "stopped" else ""
-        return RunResult(run_dir=self.run_dir, stopped=stopped, summary=json.loads(path.read_text()))
+        stop_reason = status.message if status.state == "stopped" else ""
+        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=json.loads(path.read_text()))
 
     def _entry(self) -> dict[str, Any]:
         return job_lookup.find_matching(run_coroutine(job_lookup.all_jobs(self.cluster)), self.id).job
@@ -125,7 +125,7 @@ def submit(
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    for line in preflight.check_job(config, here=False):
+    for line in preflight.check_job(config, runs_here=False):
         logger.warning(line)
     return _job_of(run_coroutine(job_driver.submit(config, cluster)), cluster)
 
@@ -180,23 +180,23 @@ def _job_of(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
 
 def _status_of(job: Mapping[str, Any]) -> RunStatus:
     """Convert a registry's entry of a job to its status."""
-    last, reported = job["last"] or {}, job["status"] or {}
-    done = int(last["step"]) + 1 if last else 0
-    elapsed_s = last.get("elapsed_s", 0.0)
-    remaining_steps = job["steps"] - done
+    last_step, job_status = job["last"] or {}, job["status"] or {}
+    num_steps = int(last_step["step"]) + 1 if last_step else 0
+    elapsed_s = last_step.get("elapsed_s", 0.0)
+    num_left = job["steps"] - num_steps
     state: RunState = job["state"]
     if job["stop"] and state not in ENDED:
         state = "stopping"
     return RunStatus(
         state=state,
-        step=done,
+        step=num_steps,
         steps=job["steps"],
-        reward=last.get("reward"),
-        staleness=last.get("staleness_mean"),
-        tokens_per_s=last.get("tokens_per_s", 0.0),
+        reward=last_step.get("reward"),
+        staleness=last_step.get("staleness_mean"),
+        tokens_per_s=last_step.get("tokens_per_s", 0.0),
         elapsed_s=elapsed_s,
-        remaining_s=remaining_steps * elapsed_s / done if done and remaining_steps > 0 and state not in ENDED else None,
-        message=job["why"] or (reported.get("doing", "") if state == "running" else ""),
+        remaining_s=num_left * elapsed_s / num_steps if num_steps and num_left > 0 and state not in ENDED else None,
+        message=job["why"] or (job_status.get("doing", "") if state == "running" else ""),
     )
 
 
@@ -211,19 +211,19 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
     """Yield the items of an asynchronous iterator, which is cancelled when the iteration is abandoned."""
-    ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
     async def pump() -> None:
         async for item in items:
-            ready.put((item,))
+            results.put((item,))
 
     def work() -> None:
         try:
             loop.run_until_complete(task)
-            ready.put(None)
+            results.put(None)
         except BaseException as error:  # noqa: BLE001  raised where the items are read
-            ready.put(error)
+            results.put(error)
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
 
@@ -231,7 +231,7 @@ def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        while (item := ready.get()) is not None:
+        while (item := results.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item[0]

@@ -87,7 +87,7 @@ class ClusterAddress:
             raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
     @contextlib.asynccontextmanager
-    async def connected(self, within_s: float | None = None) -> AsyncIterator[Any]:
+    async def open_client(self, within_s: float | None = None) -> AsyncIterator[Any]:
         """Context manager: yields `client`, and closes it at the end."""
         client = await self.client(within_s=within_s)
         try:
@@ -96,14 +96,14 @@ class ClusterAddress:
             await client.close()
 
     @contextlib.contextmanager
-    def blocking(self) -> Iterator[Any]:
+    def open_blocking_client(self) -> Iterator[Any]:
         """Context manager: yields a synchronous client. Raises ConfigError as `client` does."""
         asyncio.run(self._require_answer())  # a synchronous client would wait forever if there is no scheduler
         with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
             yield client
 
     async def _require_answer(self) -> None:
-        async with self.connected():
+        async with self.open_client():
             pass
 
     def _address(self) -> str:
@@ -153,7 +153,7 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
             port_state = await probe_port(host, port, tls=scheme == "tls")
             if port_state.error:
                 raise ConfigError(f"no scheduler at {address}: {port_state.error}")
-        async with asyncio.timeout_at(deadline_s + (BUSY_SCHEDULER_S if port_state.dask else 0.0)):
+        async with asyncio.timeout_at(deadline_s + (BUSY_SCHEDULER_S if port_state.is_dask else 0.0)):
             return await start_task
     except BaseException as error:
         start_task.cancel()

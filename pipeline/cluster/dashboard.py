@@ -49,7 +49,7 @@ LAG_COLORS = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
 EMPTY_COLOR = "#ececec"
 HOST_COLOR = "#8c6bb1"
 """Colour of the bars of environment hosts."""
-STATE_COLOURS = {
+STATE_COLORS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
 MIN_PLOT_WIDTH = 330
@@ -66,7 +66,7 @@ def add_to(scheduler: Any, registry: JobRegistry) -> None:
     variables = template_variables(scheduler)
     if "staleflow" not in variables["pages"]:
         variables["pages"].append("staleflow")  # this list is shared by all pages
-    pages = {"/staleflow": lambda server, extra, doc: page(registry, extra, doc)}
+    pages = {"/staleflow": lambda server, variables, doc: page(registry, variables, doc)}
     bokeh = BokehApplication(pages, scheduler, template_variables=variables)
     application.add_application(bokeh)
     bokeh.initialize(IOLoop.current())
@@ -141,7 +141,7 @@ def last_metrics(job: Job) -> Mapping[str, float]:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
+def page(registry: JobRegistry, variables: Mapping[str, Any], doc: Any) -> None:
     """Fill the Bokeh document of one browser with the job in its URL (?job=ID), or with `default_job`."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (job_id,) = arguments.get("job", [b""])
@@ -150,7 +150,7 @@ def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
     doc.title = "Dask: staleflow"
     doc.add_root(view.root)
     doc.template = env.get_template("simple.html")
-    doc.template_variables.update(extra)
+    doc.template_variables.update(variables)
     doc.add_periodic_callback(view.update, REFRESH_MS)
 
 
@@ -242,63 +242,66 @@ class DashboardView:
             }  # fmt: skip
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
-        slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
-        published, widest = status["version"], 1
+        cells: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
+        newest_version, num_columns = status["version"], 1
         for buffer in status["buffers"]:
             row = 0
             for state in ("occupied", "reserved"):
                 for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
-                    colour = LAG_COLORS[min(max(published - int(version), 0), len(LAG_COLORS) - 1)]
+                    colour = LAG_COLORS[min(max(newest_version - int(version), 0), len(LAG_COLORS) - 1)]
                     for _ in range(count):
-                        slots["x"].append(row + 0.5)
-                        slots["y"].append(buffer["step"])
-                        slots["colour"].append(colour if state == "occupied" else "white")
-                        slots["line"].append(colour)
-                        slots["what"].append(f"step {buffer['step']}: {state}, version {version}")
+                        cells["x"].append(row + 0.5)
+                        cells["y"].append(buffer["step"])
+                        cells["colour"].append(colour if state == "occupied" else "white")
+                        cells["line"].append(colour)
+                        cells["what"].append(f"step {buffer['step']}: {state}, version {version}")
                         row += 1
             for _ in range(buffer["capacity"] - row):
-                slots["x"].append(row + 0.5)
-                slots["y"].append(buffer["step"])
-                slots["colour"].append(EMPTY_COLOR)
-                slots["line"].append(EMPTY_COLOR)
-                slots["what"].append(f"step {buffer['step']}: empty")
+                cells["x"].append(row + 0.5)
+                cells["y"].append(buffer["step"])
+                cells["colour"].append(EMPTY_COLOR)
+                cells["line"].append(EMPTY_COLOR)
+                cells["what"].append(f"step {buffer['step']}: empty")
                 row += 1
-            widest = max(widest, row)
-        self._buffer_cells.data = slots
+            num_columns = max(num_columns, row)
+        self._buffer_cells.data = cells
         steps = [b["step"] for b in status["buffers"]] or [0]
-        self._buffers.x_range.update(start=0, end=widest)
+        self._buffers.x_range.update(start=0, end=num_columns)
         self._buffers.y_range.update(start=max(steps) + 0.6, end=min(steps) - 0.6)
         self._buffers.yaxis.ticker = steps
 
     def _show_instances(self, status: Mapping[str, Any]) -> None:
         now, tokens = time.monotonic(), status.get("tokens_sampled", {})
-        previous_s, previous = self._last_token_counts
-        if tokens != previous:
+        previous_s, previous_tokens = self._last_token_counts
+        if tokens != previous_tokens:
             self._rates = {
-                name: max(0.0, (tokens[name] - previous.get(name, tokens[name])) / max(now - previous_s, 1e-9))
+                name: max(0.0, (tokens[name] - previous_tokens.get(name, tokens[name])) / max(now - previous_s, 1e-9))
                 for name in tokens
             }
             self._last_token_counts = (now, dict(tokens))
-        cached = {name: f" and {count} cached" for name, count in status.get("kept_tokens", {}).items() if count}
-        lanes, hosts = status["instances"], status.get("environments", ())
-        names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
+        cached_texts = {name: f" and {count} cached" for name, count in status.get("kept_tokens", {}).items() if count}
+        instances, hosts = status["instances"], status.get("environments", ())
+        names = [*(lane["instance"] for lane in instances), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
             self._instances.y_range.factors = names[::-1]
-        lag = [status["version"] - lane["version"] for lane in lanes]
+        lags = [status["version"] - lane["version"] for lane in instances]
         self._instance_bars.data = {
             "y": names,
             "right": [
-                *(lane["num_running"] / max(1, lane["max_running"]) for lane in lanes),
+                *(lane["num_running"] / max(1, lane["max_running"]) for lane in instances),
                 *(min(1.0, host["num_acting"] / host["slots"]) for host in hosts),
             ],
-            "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
-            "colour": [*(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lag), *(HOST_COLOR for _ in hosts)],
+            "kv": [
+                *(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in instances),
+                *(math.nan for _ in hosts),
+            ],
+            "colour": [*(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lags), *(HOST_COLOR for _ in hosts)],
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV{cached.get(lane['instance'], '')}, "
+                f"{lane['kv_tokens']} KV{cached_texts.get(lane['instance'], '')}, "
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
-                for lane, n in zip(lanes, lag, strict=True)
+                for lane, n in zip(instances, lags, strict=True)
             ]
             + [f"{host['num_acting']} in environment, {host['slots']} slots" for host in hosts],
         }
@@ -309,7 +312,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
     step = last_metrics(job)
     parts = [
         f"<b>{escape_html(job.id)}</b>",
-        f"<b style='color:{STATE_COLOURS[job.state]}'>{job.state}</b>",
+        f"<b style='color:{STATE_COLORS[job.state]}'>{job.state}</b>",
         f"step <b>{len(job.history)}</b> of {job.steps}",
     ]
     if step:
@@ -328,26 +331,26 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
     if len(jobs) > 1:
-        links = (link(other, displayed=other is job) for other in reversed(jobs))
+        links = (link(other, is_displayed=other is job) for other in reversed(jobs))
         line += "<div style='font-size:13px; padding-top:4px'>jobs: " + " ".join(links) + "</div>"
     return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
 
 
-def link(job: Job, *, displayed: bool) -> str:
-    """HTML of a link to a job's page. displayed: whether it is the displayed job, whose link is filled."""
-    colour = STATE_COLOURS[job.state]
-    style = f"background:{colour}; color:white; font-weight:bold" if displayed else f"color:{colour}"
+def link(job: Job, *, is_displayed: bool) -> str:
+    """HTML of a link to a job's page. is_displayed: whether it is the displayed job, whose link is filled."""
+    colour = STATE_COLORS[job.state]
+    style = f"background:{colour}; color:white; font-weight:bold" if is_displayed else f"color:{colour}"
     return (
         f"<a href='staleflow?job={escape_html(job.id)}' style='{style}; border:1px solid {colour}; border-radius:4px; "
         f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
-        f"{' aria-current=page' if displayed else ''}>{escape_html(job.id)}</a>"
+        f"{' aria-current=page' if is_displayed else ''}>{escape_html(job.id)}</a>"
     )
 
 
 def default_job(jobs: list[Job]) -> Job | None:
     """Return the job to show by default: the newest that runs, else the newest with steps, else the newest."""
-    running = [job for job in jobs if job.state == "running"]
-    return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
+    running_jobs = [job for job in jobs if job.state == "running"]
+    return next(reversed(running_jobs or [job for job in jobs if job.history] or jobs), None)
 
 
 def integer_ticker() -> Any:

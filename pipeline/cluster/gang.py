@@ -122,7 +122,7 @@ class Needs:
 def choose_workers(
     needs: Needs,
     role_sets: RoleSets,
-    free: Iterable[str],
+    workers: Iterable[str],
     driver_worker: str = "",
     engine_workers: Sequence[str] = (),
     *,
@@ -130,33 +130,36 @@ def choose_workers(
 ) -> Gang | None:
     """Choose the workers for a job; None if the free workers do not suffice.
 
-    role_sets: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
-    preferred. driver_worker: the free worker on which the job's driver runs already. engine_workers: addresses of more
-    workers, on which engines of this job are loaded. They are preferred for rollout instances and get another role only
-    if the free workers do not suffice. with_surplus: whether reward workers also get workers of their own.
+    role_sets: the roles that each worker may take, for all workers. workers: addresses of free workers; earlier
+    ones are preferred. driver_worker: the free worker on which the job's driver runs already. engine_workers:
+    addresses of more workers, on which engines of this job are loaded. They are preferred for rollout instances and
+    get another role only if the free workers do not suffice. with_surplus: whether reward workers also get workers of
+    their own.
     """
     workers_by_set: dict[RoleSet, list[str]] = defaultdict(list)
-    for address in (*free, *engine_workers):
+    for address in (*workers, *engine_workers):
         if address != driver_worker:
             workers_by_set[role_sets[address]].append(address)
     counts = Counter({role_set: len(addresses) for role_set, addresses in workers_by_set.items()})
     assignment = _assign_roles(needs, counts, role_sets[driver_worker] if driver_worker else None)
     if assignment is None:
         return None
-    unassigned = {role_set: iter(addresses) for role_set, addresses in workers_by_set.items()}
+    addresses_by_set = {role_set: iter(addresses) for role_set, addresses in workers_by_set.items()}
     gang = {driver_worker: assignment.pop(0)[1]} if driver_worker else {}
-    gang |= {next(unassigned[role_set]): roles for role_set, roles in assignment}
-    unassigned_sets = _sort_by_flexibility(unassigned)
-    unused = [address for role_set in unassigned_sets if "rollout" in role_set for address in unassigned[role_set]]
-    unused.sort(key=lambda address: address not in engine_workers)
-    gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
+    gang |= {next(addresses_by_set[role_set]): roles for role_set, roles in assignment}
+    unassigned_sets = _sort_by_flexibility(addresses_by_set)
+    rollout_workers = [
+        address for role_set in unassigned_sets if "rollout" in role_set for address in addresses_by_set[role_set]
+    ]
+    rollout_workers.sort(key=lambda address: address not in engine_workers)
+    gang |= dict.fromkeys(rollout_workers[: needs.instances], (ROLLOUT,))
     if not with_surplus:
         return gang
     spare_workers = [
         address
         for role_set in unassigned_sets
         if "reward" in role_set and not role_set & set(EXCLUSIVE_ROLES)
-        for address in unassigned[role_set]
+        for address in addresses_by_set[role_set]
     ]
     return gang | dict.fromkeys(spare_workers[: needs.rewards], ("reward",))
 
@@ -166,7 +169,7 @@ def is_large_enough(needs: Needs, role_sets: RoleSets) -> bool:
     return _assign_roles(needs, Counter(role_sets.values())) is not None
 
 
-def describe_shortage(needs: Needs, role_sets: RoleSets, free: Sequence[str]) -> str:
+def describe_shortage(needs: Needs, role_sets: RoleSets, workers: Sequence[str]) -> str:
     """Describe which workers a job is waiting for, for messages; empty if all workers may have the same roles.
 
     Names the roles of which one more worker would suffice, or else how many free workers there are for each role.
@@ -176,30 +179,31 @@ def describe_shortage(needs: Needs, role_sets: RoleSets, free: Sequence[str]) ->
     sufficient_roles = [
         role
         for role in ROLES
-        if choose_workers(needs, role_sets | {role: frozenset((role,))}, [*free, role], with_surplus=False) is not None
+        if choose_workers(needs, role_sets | {role: frozenset((role,))}, [*workers, role], with_surplus=False)
+        is not None
     ]
     if sufficient_roles:
         return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would be enough"
-    return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in free)}" for role in ROLES)
+    return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in workers)}" for role in ROLES)
 
 
 def roles_by_worker(workers: Resources) -> RoleSets:
     """The roles that each worker may have, by address."""
-    declared = {role for resources in workers.values() for role in resources}
-    limited = (set(ROLES) if declared & set(ROLES) else set()) | (declared & {DRIVER})
+    declared_roles = {role for resources in workers.values() for role in resources}
+    limited_roles = (set(ROLES) if declared_roles & set(ROLES) else set()) | (declared_roles & {DRIVER})
     return {
-        address: frozenset(r for r in (DRIVER, *ROLES) if r not in limited or resources.get(r, 0) > 0)
+        address: frozenset(r for r in (DRIVER, *ROLES) if r not in limited_roles or resources.get(r, 0) > 0)
         for address, resources in workers.items()
     }
 
 
-def make_hosts(gpus: Mapping[str, WorkerGpus], role_sets: RoleSets, free: Iterable[str]) -> list[Host]:
+def make_hosts(gpus: Mapping[str, WorkerGpus], role_sets: RoleSets, workers: Iterable[str]) -> list[Host]:
     """The hosts of a cluster with all GPUs that their workers report, and with the free workers as processes."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
     for worker_gpus in gpus.values():
         devices[worker_gpus.host] |= {device.uuid: device for device in worker_gpus.devices}
-    for address in free:
+    for address in workers:
         if address in gpus:
             worker_gpus = gpus[address]
             role_kinds = frozenset(ROLE_KINDS[role].value for role in role_sets[address])
@@ -223,8 +227,8 @@ def describe_workers(workers: Resources) -> str:
     """
     role_sets = roles_by_worker(workers).values()
     counts = {role: sum(role in role_set for role_set in role_sets) for role in (DRIVER, *ROLES)}
-    declared = ", ".join(f"{role} {count}" for role, count in counts.items() if count < len(workers))
-    return f"the cluster has {len(workers)}" + (f"; declared: {declared}" if declared else "")
+    declared_counts = ", ".join(f"{role} {count}" for role, count in counts.items() if count < len(workers))
+    return f"the cluster has {len(workers)}" + (f"; declared: {declared_counts}" if declared_counts else "")
 
 
 def _assign_roles(
@@ -238,22 +242,22 @@ def _assign_roles(
 
 
 def _assign(
-    roles: Sequence[str], assigned: list[tuple[RoleSet, tuple[str, ...]]], available: Counter[RoleSet], needs: Needs
+    roles: Sequence[str], assignments: list[tuple[RoleSet, tuple[str, ...]]], available: Counter[RoleSet], needs: Needs
 ) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
 
-    Each light role goes to a worker in `assigned` or to an available one. Tries all possibilities, which are
+    Each light role goes to a worker in `assignments` or to an available one. Tries all possibilities, which are
     few since there are few role sets. None if no assignment is possible.
     """
     if not roles:
         ranks = _ranks(available, needs)
-        return None if ranks is None else [*assigned, *ranks]
+        return None if ranks is None else [*assignments, *ranks]
     role, *other_roles = roles
-    for i, (role_set, worker_roles) in enumerate(assigned):
+    for i, (role_set, worker_roles) in enumerate(assignments):
         if role in role_set:
             assignment = _assign(
                 other_roles,
-                [*assigned[:i], (role_set, (*worker_roles, role)), *assigned[i + 1 :]],
+                [*assignments[:i], (role_set, (*worker_roles, role)), *assignments[i + 1 :]],
                 available,
                 needs,
             )
@@ -261,7 +265,9 @@ def _assign(
                 return assignment
     for role_set in _sort_by_flexibility(available):
         if role in role_set and available[role_set]:
-            assignment = _assign(other_roles, [*assigned, (role_set, (role,))], available - Counter([role_set]), needs)
+            assignment = _assign(
+                other_roles, [*assignments, (role_set, (role,))], available - Counter([role_set]), needs
+            )
             if assignment is not None:
                 return assignment
     return None
@@ -274,15 +280,15 @@ def _sort_by_flexibility(role_sets: Iterable[RoleSet]) -> list[RoleSet]:
 
 def _ranks(available: Counter[RoleSet], needs: Needs) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Workers for the trainer's ranks, such that enough are left for the rollout instances; None if there are not."""
-    spare = sum(n for role_set, n in available.items() if "rollout" in role_set) - needs.instances
-    if spare < 0:
+    num_spare = sum(n for role_set, n in available.items() if "rollout" in role_set) - needs.instances
+    if num_spare < 0:
         return None
     rank_sets: list[RoleSet] = []
     for role_set in _sort_by_flexibility(available):
         if "trainer" in role_set:
             count = min(available[role_set], needs.ranks - len(rank_sets))
             if "rollout" in role_set:
-                count = min(count, spare)
-                spare -= count
+                count = min(count, num_spare)
+                num_spare -= count
             rank_sets += [role_set] * count
     return [(role_set, ("trainer",)) for role_set in rank_sets] if len(rank_sets) == needs.ranks else None

@@ -36,20 +36,21 @@ def find_matching(jobs: Sequence[dict[str, Any]], name_or_id: str) -> Match:
     '2 jobs match far; far-1 is the one that has not ended'
     """
     matches = _all_matching(jobs, name_or_id)
-    live = [j for j in matches if j["state"] not in submitted_job.ENDED]
-    chosen = (live or matches)[-1]  # the registry lists them in the order of their submission
+    live_jobs = [j for j in matches if j["state"] not in submitted_job.ENDED]
+    job = (live_jobs or matches)[-1]  # the registry lists them in the order of their submission
     if len(matches) == 1:
-        return Match(chosen)
-    choice = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
-    return Match(chosen, f"{len(matches)} jobs match {name_or_id}; {chosen['id']} is {choice}")
+        return Match(job)
+    choice = "the newest" + (" that has not ended" if live_jobs else "")
+    choice = "the one that has not ended" if len(live_jobs) == 1 else choice
+    return Match(job, f"{len(matches)} jobs match {name_or_id}; {job['id']} is {choice}")
 
 
 def find_unambiguous(jobs: Sequence[dict[str, Any]], name_or_id: str) -> dict[str, Any]:
     """Find a job like `find_matching`, but raise ConfigError if several matching jobs have not ended. For operations
     that cannot be undone."""
-    live = [j["id"] for j in _all_matching(jobs, name_or_id) if j["state"] not in submitted_job.ENDED]
-    if len(live) > 1:
-        raise ConfigError(f"{name_or_id!r}: {len(live)} jobs have not ended: {', '.join(live)}; name one by its id")
+    ids = [j["id"] for j in _all_matching(jobs, name_or_id) if j["state"] not in submitted_job.ENDED]
+    if len(ids) > 1:
+        raise ConfigError(f"{name_or_id!r}: {len(ids)} jobs have not ended: {', '.join(ids)}; name one by its id")
     return find_matching(jobs, name_or_id).job
 
 
@@ -104,7 +105,7 @@ async def find(client: Any, name_or_id: str) -> dict[str, Any]:
 
 async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
     """Return the jobs of a cluster, in order of submission. Raises ConfigError if it cannot be reached."""
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
         return jobs
 
@@ -112,7 +113,7 @@ async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
 async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
     after = 0
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         while True:
             state = (await find(client, id))["state"]
             after, lines = await job_registry.ask(client, "lines", id=id, after=after)
@@ -125,7 +126,7 @@ async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -
 
 async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
     """Wait until a job has ended, and return the registry's entry of it. Raises ConfigError."""
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         while (job := await find(client, id))["state"] not in submitted_job.ENDED:
             await asyncio.sleep(POLL_S)
         return job
@@ -134,7 +135,7 @@ async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
 async def cancel(cluster: ClusterAddress, name_or_id: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
     """Stop a job after its current step, or at once if it is waiting. Returns the job and its state before the request.
     Raises ConfigError."""
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), name_or_id)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
         return await find(client, job["id"]), str(state)
@@ -143,7 +144,7 @@ async def cancel(cluster: ClusterAddress, name_or_id: str, reason: str = "cancel
 async def retire(cluster: ClusterAddress, name_or_id: str, worker: str) -> str:
     """Request that a running job releases one of its workers. Returns the job's id. Raises ConfigError if the job is
     not running."""
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), name_or_id)["id"]
         state = await job_registry.ask(client, "retire", id=job, worker=worker)
     if state != "running":

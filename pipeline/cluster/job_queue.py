@@ -68,11 +68,11 @@ class JobQueue(WorkerPool):
     # -- workers -------------------------------------------------------------------------------------------------
 
     def reserve_or_restart(self, address: str, now: float) -> None:
-        """Handle a worker of `needs_restart`: reserve it for its job if only an engine runs on it and the job is
+        """Handle a worker of `restart_claims`: reserve it for its job if only an engine runs on it and the job is
         waiting; otherwise have it restarted."""
-        claim = self.needs_restart.get(address)
+        claim = self.restart_claims.get(address)
         if claim is not None and claim.roles == (ROLLOUT,) and self.is_waiting(claim.job):
-            self._reservations[address] = self.needs_restart.pop(address), now
+            self._reservations[address] = self.restart_claims.pop(address), now
         else:
             self._pending_restarts.append(address)
 
@@ -114,7 +114,7 @@ class JobQueue(WorkerPool):
             for address, claim in self.claims.items()
             if address in avoid and claim.job == id
         ]
-        lost_assignments = [lost for lost in self._lost_assignments.get(id, ()) if lost[0] == role]
+        lost_assignments = [assignment for assignment in self._lost_assignments.get(id, ()) if assignment[0] == role]
         previous = self._assignments_of(id)
         if replaced_assignments := [*lost_assignments, *(pair for pair in avoided_assignments if pair[0] == role)]:
             previous[role] = replaced_assignments[0][1]
@@ -170,7 +170,7 @@ class JobQueue(WorkerPool):
         reserved (`reserve_or_restart`)."""
         former_workers = list(self.workers_of(id))
         for address in former_workers:
-            self.needs_restart[address] = self.claims.pop(address)
+            self.restart_claims[address] = self.claims.pop(address)
         self.requeue(id, now)
         return former_workers
 
@@ -178,17 +178,17 @@ class JobQueue(WorkerPool):
         """Admit all jobs that can start, in order. Returns the workers of each admitted job, and the jobs that have
         waited longer than their limit, which the caller must end."""
         self._expire(now)
-        free = self.free_workers
+        workers = self.free_workers
         num_claimed = Counter(claim.job for claim in self.claims.values())
         is_incomplete = any(num_claimed[entry.id] < entry.num_workers for entry in self.entries.values())
-        admitted: dict[str, Gang] = {}
+        admitted_gangs: dict[str, Gang] = {}
         self.surplus_to_return = {}
-        expired: list[str] = []
+        expired_ids: list[str] = []
         num_ahead = 0
         for entry in self.entries.values():
             if entry.num_workers:
                 continue
-            if any(claim.run_dir == entry.run_dir for claim in self.needs_restart.values()):
+            if any(claim.run_dir == entry.run_dir for claim in self.restart_claims.values()):
                 num_ahead += 1
                 entry.reason = WAITS_FOR_RESTART
                 continue
@@ -199,33 +199,35 @@ class JobQueue(WorkerPool):
             reserved_workers = self._reserved_workers(entry.id)
             can_start = not num_ahead and not is_incomplete
             with_surplus = self._is_only_waiting(entry.id)
-            chosen = (
-                self._select(entry.needs, free, engine_workers=reserved_workers, id=entry.id, with_surplus=with_surplus)
+            selection = (
+                self._select(
+                    entry.needs, workers, engine_workers=reserved_workers, id=entry.id, with_surplus=with_surplus
+                )
                 if can_start
                 else None
             )
-            if chosen is not None and any(
-                chosen[0].get(address) not in ((ROLLOUT,), None) for address in reserved_workers
+            if selection is not None and any(
+                selection[0].get(address) not in ((ROLLOUT,), None) for address in reserved_workers
             ):
                 for address in reserved_workers:
                     self._cancel_reservation(address)
                 num_ahead += 1
                 entry.reason = WAITS_FOR_RESTART
                 continue
-            if chosen is not None:
-                self._grant(entry, *chosen)
-                admitted[entry.id] = chosen[0]
-                free = self.free_workers
+            if selection is not None:
+                self._grant(entry, *selection)
+                admitted_gangs[entry.id] = selection[0]
+                workers = self.free_workers
             elif self._is_large_enough(entry.needs):
                 position_text = (
                     f"{num_ahead} job{'s' if num_ahead > 1 else ''} before it" if num_ahead else "next in line"
                 )
-                shortage = "" if num_ahead else self._describe_shortage(entry.needs, free)
-                entry.reason = f"needs {entry.needs}; free {len(free)} of {len(self.workers)}; {position_text}" + (
+                shortage = "" if num_ahead else self._describe_shortage(entry.needs, workers)
+                entry.reason = f"needs {entry.needs}; free {len(workers)} of {len(self.workers)}; {position_text}" + (
                     f"; {shortage}" if shortage else ""
                 )
                 if can_start:
-                    self._request_surplus(entry.needs, free)
+                    self._request_surplus(entry.needs, workers)
                 num_ahead += 1
             else:
                 description = describe_workers(self.workers)
@@ -233,8 +235,8 @@ class JobQueue(WorkerPool):
                     description += f"; {shortage}"
                 entry.reason = f"needs {entry.needs}; {description}; starts once there are enough"
             if not entry.num_workers and entry.wait_s and now - entry.waiting_since_s > entry.wait_s:
-                expired.append(entry.id)
-        return admitted, expired
+                expired_ids.append(entry.id)
+        return admitted_gangs, expired_ids
 
     def _expire(self, now: float) -> None:
         """Remove workers that have not restarted within RESTART_LIMIT_S, and cancel reservations of that age."""
@@ -255,17 +257,19 @@ class JobQueue(WorkerPool):
         engine_workers = [address for address in workers if address in self._engine_workers]
         without_engine = [address for address in workers if address not in self._engine_workers]
         with_surplus = self._is_only_waiting(id)
-        free = [*without_engine, *self.free_workers]
-        chosen = self._select(entry.needs, free, driver_worker, engine_workers, id=id, with_surplus=with_surplus)
-        if chosen is not None and (
-            misused_workers := [address for address in engine_workers if chosen[0].get(address) != (ROLLOUT,)]
+        free_workers = [*without_engine, *self.free_workers]
+        selection = self._select(
+            entry.needs, free_workers, driver_worker, engine_workers, id=id, with_surplus=with_surplus
+        )
+        if selection is not None and (
+            misused_workers := [address for address in engine_workers if selection[0].get(address) != (ROLLOUT,)]
         ):
             for address in misused_workers:
                 self._restart_claimed(address)
-            chosen = None
-        if chosen is not None:
+            selection = None
+        if selection is not None:
             self._release(id)
-            self._grant(entry, *chosen)
+            self._grant(entry, *selection)
             return True
         entry.incomplete_since_s = now if entry.incomplete_since_s is None else entry.incomplete_since_s
         entry.reason = f"needs {entry.needs}; has {len(workers)} of them left"
@@ -280,7 +284,7 @@ class JobQueue(WorkerPool):
         if entry is None or not entry.num_workers or (claim is not None and claim.job != id):
             return False
         if claim is None:
-            if address in self.needs_restart or address in self._reservations or address not in self.workers:
+            if address in self.restart_claims or address in self._reservations or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run_dir, (role,))
         elif role not in EXCLUSIVE_ROLES:  # the role shares this worker from now on
@@ -303,11 +307,11 @@ class JobQueue(WorkerPool):
         reward_only = [address for address in reward_workers if self.claims[address].roles == ("reward",)]
         return reward_only[1:] if len(reward_only) == len(reward_workers) else reward_only
 
-    def _request_surplus(self, needs: Needs, free: list[str]) -> None:
+    def _request_surplus(self, needs: Needs, workers: list[str]) -> None:
         """Set `surplus_to_return` if a job could start with the workers that running jobs do not need."""
         surplus_workers = {address: id for id in self.entries for address in self._surplus_workers(id)}
-        chosen = self._select(needs, [*free, *surplus_workers], with_surplus=False)
-        for address in chosen[0] if chosen is not None else ():
+        selection = self._select(needs, [*workers, *surplus_workers], with_surplus=False)
+        for address in selection[0] if selection is not None else ():
             if address in surplus_workers:
                 self.surplus_to_return.setdefault(surplus_workers[address], []).append(address)
 

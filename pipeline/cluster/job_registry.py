@@ -26,7 +26,7 @@ from staleflow.pipeline.cluster import driver_watch, worker_restarts
 from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
 from staleflow.pipeline.cluster.job_queue import JobQueue, find_driver_worker
-from staleflow.pipeline.cluster.submitted_job import ENDED, Job, Plain
+from staleflow.pipeline.cluster.submitted_job import ENDED, Job, PlainDict
 from staleflow.pipeline.cluster.worker_pool import REPORT_LIMIT_S
 from staleflow.pipeline.config.local_gpus import read_devices
 from staleflow.pipeline.placement.devices import Device
@@ -149,7 +149,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
         return self.job_queue.gpu_shortage(Needs(**needs)), sizes
 
-    def visible_devices(self, id: str) -> Plain:
+    def visible_devices(self, id: str) -> PlainDict:
         """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
         return dict(self.job_queue.visible_devices(id))
 
@@ -235,7 +235,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         by: str = "",
         needs: Mapping[str, Any] | None = None,
         wait_s: float = 0.0,
-    ) -> Plain:
+    ) -> PlainDict:
         """Add a job. Idempotent; replaces an ended job with the same id.
 
         Args:
@@ -262,7 +262,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 del self.jobs[old_id]
         return {}
 
-    def check_arrival(self, id: str) -> Plain:
+    def check_arrival(self, id: str) -> PlainDict:
         """Return a submitted job, and whether its task has arrived, with which it enters the queue."""
         job = self.jobs[id]
         self._queue_if_arrived(job)
@@ -301,7 +301,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._restrict_driver(job)
         return False
 
-    def check_admission(self, id: str) -> Plain:
+    def check_admission(self, id: str) -> PlainDict:
         """Return the state of a job, and whether it has all its workers. driver_worker: address of the worker that
         runs the driver; if the job has lost it, the driver must be rescheduled."""
         job = self.jobs[id]
@@ -328,8 +328,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _admit_jobs(self) -> None:
         """Admit the jobs that can start, and log why the others wait."""
-        admitted, expired = self.job_queue.admit_ready(time.monotonic())
-        for id, gang in admitted.items():
+        admitted_gangs, expired_ids = self.job_queue.admit_ready(time.monotonic())
+        for id, gang in admitted_gangs.items():
             job = self.jobs[id]
             job.driver_worker, job.why = find_driver_worker(gang), "its driver starts"
             self._announced_waits.discard(id)
@@ -341,7 +341,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 self._announced_waits.add(entry.id)
                 job.log(f"waits: {entry.reason}")
             job.state, job.why, job.reported_at = "waiting", entry.reason, time.time()
-            if entry.id in expired:
+            if entry.id in expired_ids:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.reason}")
         if addresses := self.job_queue.take_pending_restarts():
             self._spawn(worker_restarts.restart_workers(self._scheduler, addresses))
@@ -477,7 +477,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._admit_jobs()
         return is_returned
 
-    def all_jobs(self) -> list[Plain]:
+    def all_jobs(self) -> list[PlainDict]:
         """Return all jobs as plain values, in order of submission."""
         return [job.to_plain() for job in self.jobs.values()]
 

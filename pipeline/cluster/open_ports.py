@@ -50,4 +50,4 @@ async def _open_ports(candidates: list[tuple[str, int]]) -> list[str]:
     """Return the candidates that send Dask's greeting without TLS, as `IP:PORT`."""
     hosts = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     replies = await asyncio.gather(*(probe_port(hosts.get(ip, ip), port, tls=False) for ip, port in candidates))
-    return [f"{ip}:{port}" for (ip, port), reply in zip(candidates, replies, strict=True) if reply.dask]
+    return [f"{ip}:{port}" for (ip, port), reply in zip(candidates, replies, strict=True) if reply.is_dask]

@@ -57,11 +57,11 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortState:
     """Result of probing a port. error: why the server is not a usable scheduler; empty if it may be one. why: why
-    it does not reply in time. dask: whether it sent Dask's greeting."""
+    it does not reply in time. is_dask: whether it sent Dask's greeting."""
 
     error: str = ""
     why: str = "the server there does not reply; it may be busy, or not a scheduler"
-    dask: bool = False
+    is_dask: bool = False
 
 
 async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
@@ -75,7 +75,7 @@ async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
     if b"pickle-protocol" in greeting + (reply or b""):
         if tls:
             return PortState(error=f"it does not use TLS; use tcp://{address}")
-        return PortState(dask=True, why="it is too busy to reply")
+        return PortState(is_dask=True, why="it is too busy to reply")
     if greeting:
         return PortState(error=f"another server answers there: {greeting[:40]!r}")
     if reply is None:

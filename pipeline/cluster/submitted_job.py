@@ -13,7 +13,7 @@ ENDED = ("done", "stopped", "failed")
 """States of jobs that have ended."""
 MAX_LINES = 10_000
 """Maximum number of log lines kept per job, the latest ones."""
-Plain = dict[str, Any]
+PlainDict = dict[str, Any]
 """Values that msgpack can encode: numbers, strings, and lists and dicts of them."""
 
 
@@ -33,8 +33,8 @@ class Job:
     """Reason of a request to stop; empty if there is none."""
     retirements: list[str] = field(default_factory=list)
     """Addresses of workers that the job should retire; empty once its driver has read them."""
-    status: Plain = field(default_factory=dict)
-    history: dict[int, Plain] = field(default_factory=dict)
+    status: PlainDict = field(default_factory=dict)
+    history: dict[int, PlainDict] = field(default_factory=dict)
     """Metrics of each training step."""
     reported_at: float = 0.0
     client: str = ""
@@ -52,7 +52,7 @@ class Job:
         self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
         self.num_lines += 1
 
-    def to_plain(self) -> Plain:
+    def to_plain(self) -> PlainDict:
         """Convert the job to plain values, with the metrics of its last step instead of its history."""
         names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
         return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}

@@ -56,7 +56,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self.workers: dict[str, Mapping[str, float]] = {}
         self.claims: dict[str, Claim] = {}
-        self.needs_restart: dict[str, Claim] = {}
+        self.restart_claims: dict[str, Claim] = {}
         """Workers that may still run actors of a job whose driver was lost, with their earlier claims."""
         self._reservations: dict[str, tuple[Claim, float]] = {}
         """Workers reserved for a waiting job because its engine is loaded there, with the time of the reservation."""
@@ -79,9 +79,7 @@ class WorkerPool:
         """Add a worker that has joined the cluster, or a restarted one with a new address. unreported_since: time at
         which it was asked to report its GPUs; None if it was not."""
         self.workers[address] = dict(resources)
-        previous_address = next(
-            (old for old, (declared, _) in self._disconnected.items() if declared == resources), None
-        )
+        previous_address = next((a for a, (worker, _) in self._disconnected.items() if worker == resources), None)
         if previous_address is not None:
             self._remove_disconnected(previous_address)
         if unreported_since is not None:
@@ -109,7 +107,7 @@ class WorkerPool:
                 (claim.roles[0], self._assignment_of(address, claim))
             )
         self._unreported_since.pop(address, None)
-        self.needs_restart.pop(address, None)
+        self.restart_claims.pop(address, None)
         self._reservations.pop(address, None)
         self._engine_workers.discard(address)
         self._role_sets = None
@@ -124,19 +122,19 @@ class WorkerPool:
         return [
             address
             for address in self.workers
-            if not any(address in addresses for addresses in (self.claims, self.needs_restart, self._reservations))
+            if not any(address in addresses for addresses in (self.claims, self.restart_claims, self._reservations))
         ]
 
     def take_pending_restarts(self) -> list[str]:
         """Return the workers that must be restarted before a job can get them. Each is returned once."""
         addresses, self._pending_restarts = self._pending_restarts, []
-        return [address for address in addresses if address in self.needs_restart]
+        return [address for address in addresses if address in self.restart_claims]
 
     def unavailable_workers(self, owner: str) -> list[str]:
         """Return the workers that a job cannot use. owner: id of the job; empty for a process that belongs to no
         job."""
         other_workers = [a for a, claim in self.claims.items() if claim.job != owner]
-        return [*other_workers, *self.needs_restart, *self._reservations]
+        return [*other_workers, *self.restart_claims, *self._reservations]
 
     def workers_of(self, id: str) -> Gang:
         """Return the workers of a job and their roles."""
@@ -155,11 +153,11 @@ class WorkerPool:
 
     def _restart_claimed(self, address: str) -> None:
         """Remove a worker from its job, and mark it for restart."""
-        self.needs_restart[address] = self.claims.pop(address)
+        self.restart_claims[address] = self.claims.pop(address)
         self._pending_restarts.append(address)
 
     def _cancel_reservation(self, address: str) -> None:
-        self.needs_restart[address], _ = self._reservations.pop(address)
+        self.restart_claims[address], _ = self._reservations.pop(address)
         self._pending_restarts.append(address)
 
     def _role_sets_of_all(self) -> RoleSets:
@@ -213,14 +211,15 @@ class WorkerPool:
     def _assignment_of(self, address: str, claim: Claim) -> Assignment:
         return Assignment(host=self.gpus[address].host, devices=claim.devices, process=address)
 
-    def _used_gpus(self, free: Sequence[str] = ()) -> dict[str, str]:
-        """Return the ids of the jobs that have GPUs, by UUID of the GPU. free: workers whose GPUs are left out."""
+    def _used_gpus(self, workers: Sequence[str] = ()) -> dict[str, str]:
+        """Return the ids of the jobs that have GPUs, by UUID of the GPU. workers: workers whose GPUs are left
+        out."""
         reserved_claims = {address: claim for address, (claim, _) in self._reservations.items()}
         return {
             uuid: claim.job
-            for claims in (self.claims, self.needs_restart, reserved_claims)
+            for claims in (self.claims, self.restart_claims, reserved_claims)
             for address, claim in claims.items()
-            if address not in free
+            if address not in workers
             for uuid in claim.devices
         }
 
@@ -232,19 +231,19 @@ class WorkerPool:
         return place(hosts, needs.heavy_roles, used_gpus=used_gpus, previous=self._assignments_of(id), share=is_shared)
 
     def _select(
-        self, needs: Needs, free: Sequence[str], driver_worker: str = "", engine_workers: Sequence[str] = (), *,
+        self, needs: Needs, workers: Sequence[str], driver_worker: str = "", engine_workers: Sequence[str] = (), *,
         id: str = "", with_surplus: bool = True, used_gpus: Mapping[str, str] | None = None,
     ) -> tuple[Gang, GpusByWorker] | None:  # fmt: skip
         """Choose a job's workers among the free ones, and their GPUs; None if they are not enough. id: the job.
-        used_gpus: GPUs in use, by default those of all workers that are not in `free` or `engine_workers`. Other
-        arguments: see `choose_workers`."""
+        used_gpus: GPUs in use, by default those of all workers that are not in `workers` or `engine_workers`.
+        Other arguments: see `choose_workers`."""
         role_sets = self._role_sets_of_all()
-        free = sorted(free, key=lambda address: address in self.gpus)  # light roles prefer workers without GPUs
+        workers = sorted(workers, key=lambda address: address in self.gpus)  # light roles prefer workers without GPUs
         if not self.uses_gpus(needs):
-            gang = choose_workers(needs, role_sets, free, driver_worker, engine_workers, with_surplus=with_surplus)
+            gang = choose_workers(needs, role_sets, workers, driver_worker, engine_workers, with_surplus=with_surplus)
             return None if gang is None else (gang, {})
-        candidates = [address for address in (*engine_workers, *free) if address != driver_worker]
-        used_gpus = self._used_gpus([*free, *engine_workers]) if used_gpus is None else used_gpus
+        candidates = [address for address in (*engine_workers, *workers) if address != driver_worker]
+        used_gpus = self._used_gpus([*workers, *engine_workers]) if used_gpus is None else used_gpus
         placement = self._place(needs, candidates, used_gpus=used_gpus, id=id)
         if isinstance(placement, Shortage):
             return None
@@ -252,7 +251,7 @@ class WorkerPool:
         light_gang = choose_workers(
             needs.light_needs,
             role_sets,
-            [address for address in free if address not in devices],
+            [address for address in workers if address not in devices],
             driver_worker,
             with_surplus=with_surplus,
         )
@@ -261,11 +260,11 @@ class WorkerPool:
         roles = {assignment.process: (name.partition("-")[0],) for name, assignment in placement.assignments.items()}
         return light_gang | roles, devices
 
-    def _describe_shortage(self, needs: Needs, free: list[str]) -> str:
+    def _describe_shortage(self, needs: Needs, workers: list[str]) -> str:
         """Describe which workers or GPUs a job waits for; empty if only the number of workers is too small."""
         if not self.uses_gpus(needs):
-            return describe_shortage(needs, self._role_sets_of_all(), free)
-        placement = self._place(needs, free, used_gpus=self._used_gpus(free))
+            return describe_shortage(needs, self._role_sets_of_all(), workers)
+        placement = self._place(needs, workers, used_gpus=self._used_gpus(workers))
         return placement.line if isinstance(placement, Shortage) else "no worker process is left for the light roles"
 
     def _is_large_enough(self, needs: Needs) -> bool:

@@ -426,15 +426,15 @@ def _recorded_turns(
     for position, row in zip(positions, store.at_positions(positions), strict=True):
         turns: list[Turn] = []
         for span in row.trajectory.spans if isinstance(row, EndedTrajectory) else ():
-            last = turns[-1] if turns else Turn(0)
+            turn = turns[-1] if turns else Turn(0)
             if isinstance(span, EnvSpan):
                 turns[-1:] = [
-                    last._replace(tool_s=last.tool_s + span.seconds, tool_tokens=last.tool_tokens + len(span.tokens))
+                    turn._replace(tool_s=turn.tool_s + span.seconds, tool_tokens=turn.tool_tokens + len(span.tokens))
                 ]
-            elif last.tool_tokens:
+            elif turn.tool_tokens:
                 turns.append(Turn(len(span.tokens)))
             else:
-                turns[-1:] = [last._replace(tokens=last.tokens + len(span.tokens))]
+                turns[-1:] = [turn._replace(tokens=turn.tokens + len(span.tokens))]
         if turns:
             turns_by_trajectory[group_member_of_row[position]] = (*turns[:-1], Turn(turns[-1].tokens))
     return turns_by_trajectory

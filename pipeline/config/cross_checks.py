@@ -22,9 +22,9 @@ MAX_SHOWN_CHARS = 200
 """Maximum characters of a corrected template in a message."""
 
 
-def check_across(config: RunConfig, where: str) -> None:
-    """Raise ConfigError for the first check that fails. where: name of the job file, for messages."""
-    with raised_as(ConfigError, where, ConfigError):
+def check_across(config: RunConfig, source: str) -> None:
+    """Raise ConfigError for the first check that fails. source: name of the job file, for messages."""
+    with raised_as(ConfigError, source, ConfigError):
         for line in _broken_rules(config):
             raise ConfigError(line)
         config.rollout.engine.check()
@@ -111,10 +111,10 @@ def _check_sizes(config: RunConfig) -> Iterator[str]:
             f"training.overlong_tokens = {config.training.overlong_tokens} is more than "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
-    started = config.oversampled_groups * config.oversampled_group_size
-    if started > MAX_TRAJECTORIES:
+    num_started = config.oversampled_groups * config.oversampled_group_size
+    if num_started > MAX_TRAJECTORIES:
         yield (
-            f"batch.groups_per_step and batch.group_size make {started} "
+            f"batch.groups_per_step and batch.group_size make {num_started} "
             f"trajectories a step; it must be at most {MAX_TRAJECTORIES}"
         )
     if config.steps > MAX_STEPS:
@@ -216,8 +216,8 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
             )
     best = config.evaluation.best_checkpoint_set
     if best and best not in sets:
-        known = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
-        yield (f"evaluation.best_checkpoint_set = {best!r} is no set that is evaluated; known: {known}")
+        set_names = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
+        yield (f"evaluation.best_checkpoint_set = {best!r} is no set that is evaluated; known: {set_names}")
 
 
 def _check_engine(config: RunConfig) -> Iterator[str]:

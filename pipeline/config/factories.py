@@ -26,8 +26,8 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     """The cost model of a simulated or emulated instance. The first straggler_share of all instances are slower by
     straggler_factor."""
     simulation = config.simulation
-    slow = index < simulation.straggler_share * config.rollout.instances
-    return config.rollout.cost.times(simulation.straggler_factor if slow else 1.0)
+    is_straggler = index < simulation.straggler_share * config.rollout.instances
+    return config.rollout.cost.times(simulation.straggler_factor if is_straggler else 1.0)
 
 
 def draft_settings(config: RunConfig) -> DraftSettings:

@@ -56,14 +56,14 @@ ANSWER_COLUMNS = (
     "completion",
 )
 """Usual names of a column of answers."""
-GOLD = "####"
+GOLD_MARK = "####"
 """The mark before the final result in answers of GSM8K and similar data sets."""
 NUMBER = r"-?\d+(?:[.,]\d+)*"
 EXACT = "exact"
 """The name of the reward "task" for rows on the command line."""
-SAMPLE = 50
+NUM_SAMPLE_ROWS = 50
 """Number of rows that are read to see whether answers are numbers."""
-RATES, MIN_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
+LEARNING_RATES, MIN_LEARNING_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
 """Initial learning rates by the size of the model's files (most bytes, rate), and the rate of larger models."""
 MAX_TOKENS = 512
 """Longest response of a model that the user brings, unless its context is short."""
@@ -106,15 +106,15 @@ class DataFacts:
     has_number_answers: bool = False
     """Whether answers are numbers."""
     has_gold_mark: bool = False
-    """Whether answers follow the mark GOLD."""
+    """Whether answers follow the GOLD_MARK."""
     has_message_prompts: bool = False
     """Whether prompts are lists of chat messages."""
     has_environment: bool = False
     """Whether the source is an environment of several turns."""
 
 
-def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]) -> FirstJob:
-    """Create a folder and write a job into it. Raises ConfigError. say: receives progress lines of pretraining."""
+def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], None]) -> FirstJob:
+    """Create a folder and write a job into it. Raises ConfigError. report: receives progress lines of pretraining."""
     if inputs.data and not inputs.model:
         raise ConfigError(
             "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "
@@ -123,9 +123,9 @@ def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]
     if inputs.model:
         find_model(inputs.model, "--model")  # first: transformers would ask the hub for each file, several times
     data = _inspect_data(folder, inputs) if inputs.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
-    own_reward = not inputs.reward and data.columns is not None
+    writes_reward = not inputs.reward and data.columns is not None
     files = {JOB: "the job; its comments say what each line is for"}
-    files |= {REWARD: _about_reward(data)} if own_reward else {}
+    files |= {REWARD: _describe_reward(data)} if writes_reward else {}
     files |= {} if inputs.data else {SUMS: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
     files |= {} if inputs.model else {MODEL: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
     for name in files:
@@ -133,18 +133,18 @@ def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]
             raise ConfigError(
                 f"{folder / name} exists and is not overwritten; name another folder: staleflow init NAME"
             )
-    text = _job(folder, inputs, data)
+    text = _job_text(folder, inputs, data)
     loading.from_tree(tomllib.loads(text), JOB)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _staged(folder, files) as stage:
-            (stage / JOB).write_text(text)
-            if own_reward:
-                (stage / REWARD).write_text(_reward(data))
+        with _temporary_folder(folder, files) as tmp_folder:
+            (tmp_folder / JOB).write_text(text)
+            if writes_reward:
+                (tmp_folder / REWARD).write_text(_reward_text(data))
             if not inputs.data:
-                (stage / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
+                (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
             if not inputs.model:
-                _pretrain(stage / MODEL, say)
+                _pretrain(tmp_folder / MODEL, report)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
     with contextlib.chdir(folder):
@@ -153,22 +153,22 @@ def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]
             config, held_out=config.num_held_out_prompts, longest_prompt=None
         ).build()
         tokens = prompts.encode(prompts.task(0))
-        unknown = 0
+        num_unknown = 0
         if Path(config.model.path).is_dir():
-            unknown = tokens.count(FileTokenizer(Path(config.model.path)).unknown_id)
-    return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens), num_unknown=unknown)
+            num_unknown = tokens.count(FileTokenizer(Path(config.model.path)).unknown_id)
+    return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens), num_unknown=num_unknown)
 
 
 @contextlib.contextmanager
-def _staged(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+def _temporary_folder(folder: Path, names: Iterable[str]) -> Iterator[Path]:
     """A folder whose files of these names end in `folder`: all of them or, after an error, none."""
-    stage = Path(tempfile.mkdtemp(prefix=".init-", dir=folder))
+    tmp_folder = Path(tempfile.mkdtemp(prefix=".init-", dir=folder))
     try:
-        yield stage
+        yield tmp_folder
         for name in names:
-            (stage / name).rename(folder / name)
+            (tmp_folder / name).rename(folder / name)
     finally:
-        shutil.rmtree(stage)
+        shutil.rmtree(tmp_folder)
 
 
 # -- sums, and a model that knows them -------------------------------------------------------------------------------
@@ -177,12 +177,12 @@ def _staged(folder: Path, names: Iterable[str]) -> Iterator[Path]:
 def _draw_sum(rng: random.Random) -> str:
     """A sum of single digits, all of whose partial sums are single digits, too: `7 - 1 + 3`."""
     total, terms = rng.randint(1, 9), []
-    first = total
+    first_number = total
     for _ in range(rng.randint(*TERMS) - 1):
-        after = rng.choice([other for other in range(10) if other != total])
-        terms.append(f"{'+' if after > total else '-'} {abs(after - total)}")
-        total = after
-    return " ".join([str(first), *terms])
+        next_total = rng.choice([other for other in range(10) if other != total])
+        terms.append(f"{'+' if next_total > total else '-'} {abs(next_total - total)}")
+        total = next_total
+    return " ".join([str(first_number), *terms])
 
 
 def _sums() -> Iterator[dict[str, str]]:
@@ -196,22 +196,22 @@ def _sums() -> Iterator[dict[str, str]]:
         yield {"prompt": f"{expression} =", "answer": str(total)}
 
 
-def _pretrain(out: Path, say: Callable[[str], None]) -> None:
+def _pretrain(out: Path, report: Callable[[str], None]) -> None:
     """Write a model that mostly guesses. It can learn to compute sums term by term, which it does right."""
     from staleflow.tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
 
     def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         for number in itertools.count():
             expression = _draw_sum(rng)
-            works = number < BATCH * LEARNING_STEPS or rng.random() < WORKED_SHARE
-            yield f"{expression} =", worked_example(expression, rng, 0.0) if works else f"so{rng.randint(0, 9)}."
+            shows_work = number < BATCH * LEARNING_STEPS or rng.random() < WORKED_SHARE
+            yield f"{expression} =", worked_example(expression, rng, 0.0) if shows_work else f"so{rng.randint(0, 9)}."
 
     def on_start(parameters: int) -> None:
-        say(f"pretraining a model of {parameters:,} parameters, {PRETRAINING_STEPS} steps")
+        report(f"pretraining a model of {parameters:,} parameters, {PRETRAINING_STEPS} steps")
 
     def progress(step: int, loss: float) -> None:
         if step % 100 == 0:
-            say(f"  step {step}: loss {loss:.2f}")
+            report(f"  step {step}: loss {loss:.2f}")
 
     recipe = Recipe(
         steps=PRETRAINING_STEPS,
@@ -249,20 +249,20 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
         raise ConfigError(f"--data {inputs.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
     if not columns.answer and inputs.reward in (EXACT, *REWARDS):
-        others = " or ".join(name for name in names if name != prompt) or "NAME"
+        other_names = " or ".join(name for name in names if name != prompt) or "NAME"
         raise ConfigError(
             f"--data {inputs.data}: --reward {inputs.reward} compares with an answer; which column is it? "
-            f"--answer-column {others}"
+            f"--answer-column {other_names}"
         )
     tasks = RowSource(rows, columns, f"--data {inputs.data}")
-    records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
+    records = [tasks.task(i).record for i in range(min(NUM_SAMPLE_ROWS, len(rows)))]
     answers = [str(record["answer"]) for record in records] if columns.answer else []
-    has_gold_mark = bool(answers) and all(GOLD in answer for answer in answers)
+    has_gold_mark = bool(answers) and all(GOLD_MARK in answer for answer in answers)
     return DataFacts(
         source=f"{kind}:{_job_path(folder, name)}",
         columns=columns,
         has_number_answers=bool(answers)
-        and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
+        and all(re.fullmatch(NUMBER, answer.rpartition(GOLD_MARK)[2].strip()) for answer in answers),
         has_gold_mark=has_gold_mark,
         has_message_prompts=not isinstance(tasks.task(0).prompt, str),
     )
@@ -278,7 +278,7 @@ def _source_name(data: str) -> str:
         return f"{endings[path.suffix]}:{path}"
     if path.is_file():
         raise ConfigError(f"--data {data}: unknown kind of file; bring one of {', '.join(endings)}")
-    if path.is_dir() and not any((path / saved).is_file() for saved in SAVED) and [*path.glob("*.parquet")]:
+    if path.is_dir() and not any((path / name).is_file() for name in SAVED) and [*path.glob("*.parquet")]:
         return f"parquet:{path}"
     return f"datasets:{path if path.is_dir() else data}"
 
@@ -295,14 +295,14 @@ def _job_path(folder: Path, name: str) -> str:
     return relative
 
 
-def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
+def _reward_function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
     if not inputs.reward:
         return f"{REWARD}:reward" if data.columns is not None else "task"
     if inputs.reward == EXACT:
         return "task"
-    if fault := reward_name_error(inputs.reward):
-        raise ConfigError(f"--reward {fault}")
+    if problem := reward_name_error(inputs.reward):
+        raise ConfigError(f"--reward {problem}")
     if not names_user_code(inputs.reward):
         return inputs.reward
     user_code.load(inputs.reward, "--reward")
@@ -313,20 +313,20 @@ def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
 # -- what is written -------------------------------------------------------------------------------------------------
 
 
-def _about_reward(data: DataFacts) -> str:
+def _describe_reward(data: DataFacts) -> str:
     if data.columns is not None and not data.columns.answer:
         return "how a response is scored: short ones are best, for want of an answer column (--answer-column); edit it"
     return "how a response is scored: 1 for the right answer, else 0; edit it as you like"
 
 
-def _reward(data: DataFacts) -> str:
+def _reward_text(data: DataFacts) -> str:
     """The text of reward.py."""
     assert data.columns is not None
-    expected = 'str(record["answer"])' + (f'.rpartition("{GOLD}")[2]' if data.has_gold_mark else "")
-    body = f"    expected = {expected}\n    return float(answer.strip() == expected.strip())\n"
+    answer_code = 'str(record["answer"])' + (f'.rpartition("{GOLD_MARK}")[2]' if data.has_gold_mark else "")
+    body = f"    expected = {answer_code}\n    return float(answer.strip() == expected.strip())\n"
     if data.has_number_answers:
         body = (
-            f'    expected = {expected}.replace(",", "")\n'
+            f'    expected = {answer_code}.replace(",", "")\n'
             '    return float(answer.replace(",", "").strip() == expected.strip())\n'
         )
     if not data.columns.answer:
@@ -343,7 +343,7 @@ def reward(answer, record):
 {body}'''
 
 
-def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
+def _job_text(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
     tokenizer = load_chat_tokenizer(inputs.model) if inputs.model else None
     chat = tokenizer is not None and tokenizer.has_chat_template
@@ -351,8 +351,8 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")
     tokens = 48
     if inputs.model:
-        bare = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
-        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context_length // 2)
+        minimal_job = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
+        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(minimal_job, "--model")).context_length // 2)
     pattern, template = "", "{prompt}"
     if not inputs.model:
         pattern = r"so(-?\d+)\."
@@ -367,7 +367,7 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         "template": template,
         "chat": chat,
         "eval_prompts": 100 if inputs.model else 200,
-        "function": _function(folder, inputs, data),
+        "function": _reward_function(folder, inputs, data),
         "groups": 8 if inputs.model else 16,
         "max_new_tokens": tokens,
         "engine": "vllm" if inputs.model and importlib.util.find_spec("vllm") else "transformers",
@@ -375,15 +375,15 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
         "kv_tokens": max(16_384, 4 * tokens) if inputs.model else 4096,
         "learning_rate": _learning_rate(inputs.model),
     }
-    written = {key: toml_value(value) for key, value in values.items()}
-    written["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
+    toml_values = {key: toml_value(value) for key, value in values.items()}
+    toml_values["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
     data_lines = ""
     if inputs.options:
         data_lines += f"options = {toml_value(dict(inputs.options))}\n"
     if data.columns is not None:
         columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
         data_lines += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
-    function = written.pop("function")
+    function = toml_values.pop("function")
     reward_lines, turn, turns = REWARD_TEMPLATE.format(function=function), "", ""
     if data.has_environment:
         reward_lines = f"function = {function}  # the environment gives the reward"
@@ -391,15 +391,15 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
             f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
         )
         turns = ENVIRONMENT_TEMPLATE
-    return JOB_TEMPLATE.format(data_lines=data_lines, reward_lines=reward_lines, turn=turn, turns=turns, **written)
+    return JOB_TEMPLATE.format(data_lines=data_lines, reward_lines=reward_lines, turn=turn, turns=turns, **toml_values)
 
 
 def _learning_rate(model: str) -> float:
     """The initial learning rate for the size of a model's files; the least for a model that is not on this machine."""
     if not model:
-        return RATES[0][1]
-    size = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
-    return next((rate for max_bytes, rate in RATES if 0 < size <= max_bytes), MIN_RATE)
+        return LEARNING_RATES[0][1]
+    num_bytes = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
+    return next((rate for max_bytes, rate in LEARNING_RATES if 0 < num_bytes <= max_bytes), MIN_LEARNING_RATE)
 
 
 JOB_TEMPLATE = """\

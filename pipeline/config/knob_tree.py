@@ -32,12 +32,13 @@ Value = tuple[str, Knob, Any, Any]
 """Name, knob, value and default of a value in a table."""
 
 
-def merge_trees(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `tree` updated with the values of `over`, table by table."""
+def merge_trees(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` updated with the values of `overrides`, table by table."""
     result = dict(tree)
-    for key, value in over.items():
-        below = result.get(key, {})
-        result[key] = merge_trees(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    for key, value in overrides.items():
+        subtree = result.get(key, {})
+        are_tables = isinstance(value, Mapping) and isinstance(subtree, Mapping)
+        result[key] = merge_trees(subtree, value) if are_tables else value
     return result
 
 
@@ -55,20 +56,20 @@ def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator
     values, tables = _split(node, choice)
     for name, knob, value, default in values:
         if value and isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, value.values())):
-            for entry, below in value.items():
-                yield from _explained(below, f"{prefix}{name}.{entry}.")
+            for entry, subtree in value.items():
+                yield from _explained(subtree, f"{prefix}{name}.{entry}.")
         else:
             yield ExplainedValue(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
-    for name, (below, choice_below) in tables.items():
-        yield from _explained(below, f"{prefix}{name}.", choice_below)
+    for name, (subtree, subtree_choice) in tables.items():
+        yield from _explained(subtree, f"{prefix}{name}.", subtree_choice)
 
 
 def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
     values, tables = _split(node, choice)
     lines = [f"{_toml_key(name)} = {toml_value(value)}\n" for name, _, value, _ in values]
     yield "".join([f"[{key}]\n" if key else "", *lines])
-    for name, (below, choice_below) in tables.items():
-        yield from _tables(below, f"{key}.{name}".lstrip("."), choice_below)
+    for name, (subtree, subtree_choice) in tables.items():
+        yield from _tables(subtree, f"{key}.{name}".lstrip("."), subtree_choice)
 
 
 def _split(
@@ -84,12 +85,12 @@ def _split(
         values.append(("name", choice, node.name, choice.default))
     if isinstance(node, UserCode):
         return values + [(name, Knob(doc=f"of {node.name}"), value, None) for name, value in node.knobs.items()], tables
-    for declared in dataclasses.fields(node):
-        value, spec = getattr(node, declared.name), spec_of(declared)
-        if dataclasses.is_dataclass(value) and PARAMETER not in declared.metadata:
-            tables[declared.name] = (value, spec if isinstance(spec, Choice) else None)
+    for field in dataclasses.fields(node):
+        value, spec = getattr(node, field.name), spec_of(field)
+        if dataclasses.is_dataclass(value) and PARAMETER not in field.metadata:
+            tables[field.name] = (value, spec if isinstance(spec, Choice) else None)
         elif spec is not None:
-            values.append((declared.name, spec, value, default_of(declared)))
+            values.append((field.name, spec, value, default_of(field)))
     return values, tables
 
 
@@ -176,9 +177,9 @@ def json_schema(cls: type[Any]) -> dict[str, Any]:
 
 
 def _table(cls: type[Any]) -> dict[str, Any]:
-    declared = {f.name: f for f in dataclasses.fields(cls)}
+    fields_by_name = {f.name: f for f in dataclasses.fields(cls)}
     properties = {
-        name: _table_or_list(hint) if spec is None else _value(hint, spec, default_of(declared[name]))
+        name: _table_or_list(hint) if spec is None else _value(hint, spec, default_of(fields_by_name[name]))
         for name, (hint, spec) in keys_of(cls).items()
     }
     doc = " ".join((cls.__doc__ or "").split())

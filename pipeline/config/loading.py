@@ -81,7 +81,7 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{setting}: not a profile ({error!r}); create it again with `staleflow profile`") from error
-    measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
+    measurements: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
-        measured["workload"] = {"acceptance_rate": acceptance}
-    return merge_trees(tree, measured)
+        measurements["workload"] = {"acceptance_rate": acceptance}
+    return merge_trees(tree, measurements)

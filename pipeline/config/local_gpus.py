@@ -85,15 +85,15 @@ def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
 def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:
     """Return the link domain of each GPU: those joined by NVLink, directly or through others; without it, the host."""
     domain = list(range(len(handles)))
-    linked = False
+    are_linked = False
     for i, handle in enumerate(handles):
         for j in range(i):
             with contextlib.suppress(nvml.NVMLError):
                 status = nvml.nvmlDeviceGetP2PStatus(handle, handles[j], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
                 if status == nvml.NVML_P2P_STATUS_OK:
-                    linked = True
+                    are_linked = True
                     domain = [domain[j] if number == domain[i] else number for number in domain]
-    return [f"nvlink-{number}" if linked else "pcie" for number in domain]
+    return [f"nvlink-{number}" if are_linked else "pcie" for number in domain]
 
 
 def _numa(bus_id: str) -> int:

@@ -52,10 +52,10 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
         raise ConfigError(f"{key} = {config.model.path!r}: cannot be loaded: {reason}") from error
     eos_ids: set[int] = set()
     try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        eos_token_id = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
-        declared = architecture.eos_token_id
-    eos_ids |= {declared} if isinstance(declared, int) else set(declared or ())
+        eos_token_id = architecture.eos_token_id
+    eos_ids |= {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     if tokenizer.eos_token_id is not None:
         eos_ids.add(int(tokenizer.eos_token_id))
     context = context_of(architecture.to_dict())

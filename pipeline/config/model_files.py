@@ -73,8 +73,8 @@ def local_model(path: str) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(path, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else None
+    cached_file = try_to_load_from_cache(path, "config.json")
+    return Path(cached_file).parent if isinstance(cached_file, str) else None
 
 
 def _neighbours(path: Path) -> str:
@@ -109,14 +109,14 @@ def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
     """Read a model's config.json. Raises ConfigError. subject: names the model in messages."""
     path = folder / "config.json"
     try:
-        read = json.loads(path.read_text("utf-8"))
-        if not isinstance(read, dict):
+        settings = json.loads(path.read_text("utf-8"))
+        if not isinstance(settings, dict):
             raise ValueError("not an object")
     except FileNotFoundError:
         raise ConfigError(f"{subject}: no config.json in it; name the folder of a Hugging Face causal LM") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{subject}: its config.json cannot be read: {error}; copy the model again") from error
-    return read
+    return settings
 
 
 def read_context(folder: Path, subject: str) -> int:
@@ -132,8 +132,8 @@ def context_of(architecture: Mapping[str, Any]) -> int:
     longest row of a pass exceeds the limit of the short factors. Logprobs of a row would then depend on the other rows
     of the pass, so the context ends at this limit.
     """
-    stated = architecture.get("max_position_embeddings")
-    context = stated if isinstance(stated, int) and stated > 0 else UNLIMITED
+    declared_context = architecture.get("max_position_embeddings")
+    context = declared_context if isinstance(declared_context, int) and declared_context > 0 else UNLIMITED
     for rope in _rotary_settings(architecture):
         if rope.get("short_factor") and rope.get("long_factor"):
             short = architecture.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
@@ -147,10 +147,11 @@ def format_context(architecture: Mapping[str, Any]) -> str:
     >>> format_context({"max_position_embeddings": 4096})
     '4096 tokens'
     """
-    context, stated = context_of(architecture), architecture.get("max_position_embeddings")
-    if context == stated:
+    context, declared_context = context_of(architecture), architecture.get("max_position_embeddings")
+    if context == declared_context:
         return f"{context} tokens"
-    return f"{context} tokens, not {stated}: beyond, longrope would make a row's logprobs depend on its micro-batch"
+    reason = "beyond, longrope would make a row's logprobs depend on its micro-batch"
+    return f"{context} tokens, not {declared_context}: {reason}"
 
 
 def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -159,7 +160,7 @@ def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, A
         settings = architecture.get(name)
         if isinstance(settings, Mapping):
             yield settings
-            yield from (inner for inner in settings.values() if isinstance(inner, Mapping))
+            yield from (table for table in settings.values() if isinstance(table, Mapping))
 
 
 def vocabulary_of(path: str) -> int:

@@ -48,34 +48,34 @@ INSTALL_COMMANDS = {"vllm": "pip install 'staleflow[vllm]'"}
 """Optional packages of engines, with how to install them."""
 
 
-def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
+def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
     """Check everything a job names. Returns one line for each thing that could not be checked or may be a mistake.
 
-    here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
+    runs_here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
     ConfigError.
     """
     check_names(config)
-    if here:
+    if runs_here:
         _check_runs_dir(Path(config.runs_dir))
-    if here and config.cluster.kind == "local":
+    if runs_here and config.cluster.kind == "local":
         _check_machine(config)
-    if here and config.store:
+    if runs_here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
-        check_bucket(config.store_url, new=not (config.run_dir / "store").exists())
+        check_bucket(config.store_url, must_be_new=not (config.run_dir / "store").exists())
     _check_steps(config)
     if not config.has_texts:
         user_files.check(config)
         return []
     unchecked: list[str] = []
     for key, kind, path in user_files.data_files(config):
-        if here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
+        if runs_here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
-    folder = _model(config, unchecked, here=here)
-    _check_reference(config, folder, unchecked, here=here)
+    folder = _model(config, unchecked, runs_here=runs_here)
+    _check_reference(config, folder, unchecked, runs_here=runs_here)
     user_files.check(config)
-    if not here and _elsewhere(config, unchecked):
+    if not runs_here and _elsewhere(config, unchecked):
         return unchecked
     for name, job in config.jobs_by_source.items():
         try:
@@ -125,9 +125,9 @@ def _check_steps(config: RunConfig) -> None:
     time_scale = config.rollout.engine.time_scale
     step_timeout_s, stuck_s = config.environment.step_timeout_s / time_scale, config.deadlines.stuck_s
     if step_timeout_s >= stuck_s and config.has_environment:
-        emulated = f" (at rollout.engine.time_scale = {time_scale:g})" if time_scale != 1 else ""
+        note = f" (at rollout.engine.time_scale = {time_scale:g})" if time_scale != 1 else ""
         raise ConfigError(
-            f"environment.step_timeout_s = {config.environment.step_timeout_s:g}{emulated} must be less than "
+            f"environment.step_timeout_s = {config.environment.step_timeout_s:g}{note} must be less than "
             f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
             "deadlines.stuck_s"
         )
@@ -135,12 +135,12 @@ def _check_steps(config: RunConfig) -> None:
 
 def _check_runs_dir(runs_dir: Path) -> None:
     """Check that run folders can be created, without creating any."""
-    existing = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {existing} is a file; set runs_dir to another folder")
-    if why := _why_unwritable(existing):
+    ancestor = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
+    if not ancestor.is_dir():
+        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {ancestor} is a file; set runs_dir to another folder")
+    if why := _why_unwritable(ancestor):
         raise ConfigError(
-            f"runs_dir = {str(runs_dir)!r}: {existing} cannot be written: {why}; set runs_dir to another folder"
+            f"runs_dir = {str(runs_dir)!r}: {ancestor} cannot be written: {why}; set runs_dir to another folder"
         )
 
 
@@ -190,11 +190,11 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | None:
+def _model(config: RunConfig, unchecked: list[str], *, runs_here: bool) -> Path | None:
     """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
     machine."""
     subject = f"model.path = {config.model.path!r}"
-    folder = _checked_folder("model.path", config.model.path, unchecked, here=here)
+    folder = _checked_folder("model.path", config.model.path, unchecked, runs_here=runs_here)
     if folder is None:
         return None
     if config.rollout.engine.name == "transformers":
@@ -213,22 +213,22 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     return folder
 
 
-def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str], *, here: bool) -> None:
+def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str], *, runs_here: bool) -> None:
     """Check the reference model's files, and that it has the tokens of the policy's, in the folder `model`."""
     key, path = "training.kl.reference", config.training.kl.reference
-    folder = _checked_folder(key, path, unchecked, here=here) if path else None
+    folder = _checked_folder(key, path, unchecked, runs_here=runs_here) if path else None
     if folder is None or model is None:
         return
     policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
     check_same_tokens(f"{key} = {path!r}", policy, reference)
 
 
-def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) -> Path | None:
+def _checked_folder(key: str, path: str, unchecked: list[str], *, runs_here: bool) -> Path | None:
     """The folder of a model whose files are whole, if it is on this machine. Raises ConfigError."""
     try:
         folder = model_files.find_model(path, key)
     except ConfigError as error:
-        if here:
+        if runs_here:
             raise
         unchecked.append(f"not checked here: {error}")
         return None
@@ -290,10 +290,10 @@ def _first_prompt(
         if task is first or prompts.may_be_too_long(task):
             with raised_as(ConfigError, _place(config, task, number), ConfigError):
                 ids = prompts.encode(task)
-            if task is first and (unknown := ids.count(tokenizer.unknown_id)):
+            if task is first and (num_unknown := ids.count(tokenizer.unknown_id)):
                 notes.append(
-                    f"{_place(config, task, number)}: {unknown} of its {len(ids)} tokens are unknown to the model's "
-                    f"tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                    f"{_place(config, task, number)}: {num_unknown} of its {len(ids)} tokens are unknown to the "
+                    f"model's tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
         if 0 <= number < step_groups:
             rows.add(task.row)
@@ -355,8 +355,8 @@ def _place(config: RunConfig, task: Task, number: int) -> str:
                 row = json.loads(line) if line.strip() else None
                 if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
                     return f"{path}, line {line_number}"
-    which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
-    return f"{source}, {which}"
+    prompt_name = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
+    return f"{source}, {prompt_name}"
 
 
 def _try_reward(config: RunConfig, task: Task) -> None:

@@ -45,8 +45,8 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
         instances=config.rollout.instances,
         max_length=max_length,
         num_gpus=num_gpus,
-        own_gpu=num_gpus > 1,
-        turns=config.shares_gpus,
+        has_own_gpus=num_gpus > 1,
+        takes_turns=config.shares_gpus,
         is_vllm=engine.name == "vllm",
         start_s=config.deadlines.start_s,
     )
@@ -59,11 +59,11 @@ def gpu_bytes(config: RunConfig) -> tuple[int, int]:
         return 0, 0
     job = sized_job(config, 2)
     trainer = 0 if config.training.lora.rank else sum(memory.trainer_parts(shape, job.training).values())
-    engine, sleeping = (
+    engine, sleeping_engine = (
         sum(memory.engine_parts(shape, job.engine).values()),
         memory.CONTEXT_BYTES if config.shares_gpus else 0,
     )
-    return trainer and trainer + sleeping, engine + sleeping
+    return trainer and trainer + sleeping_engine, engine + sleeping_engine
 
 
 def _shape(config: RunConfig) -> memory.ModelShape | None:
@@ -79,10 +79,10 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
-    shared = num_gpus == 1 and not config.shares_gpus
-    needed = rank_bytes + instance_bytes if shared else max(rank_bytes, instance_bytes)
+    is_shared = num_gpus == 1 and not config.shares_gpus
+    needed_bytes = rank_bytes + instance_bytes if is_shared else max(rank_bytes, instance_bytes)
     shape = _shape(config)
-    if shape is None or not device_bytes or needed <= device_bytes:
+    if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
     plan = make_plan(shape, sized_job(config, num_gpus), device_bytes)
     return f"it fits with {_changes(plan)}" if plan.changes else NO_CHANGE
@@ -95,7 +95,7 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
         return ""
     job, shape = sized_job(config, num_gpus), _shape(config)
     ranks = (2**power for power in range(11))
-    fitting = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
+    num_ranks = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
     work = StepWork.of(
         config.rollout.cost,
         responses=config.batch.groups_per_step * config.batch.group_size,
@@ -105,7 +105,7 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
         kv_tokens=job.engine.kv_tokens,
         train_s=config.simulation.train_s,
     )
-    split = propose_split(work, num_gpus, job.engine.tensor_parallel, next(fitting))
+    split = propose_split(work, num_gpus, job.engine.tensor_parallel, next(num_ranks))
     if split is None:
         return ""
     return (
@@ -142,12 +142,12 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
         point_gb = memory.STATE_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
-    placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
-    lacks_gpus = isinstance(placed, Shortage)
-    lines += ["", placed.line if isinstance(placed, Shortage) else placement_text(hosts, placed.assignments)]
+    placement = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
+    lacks_gpus = isinstance(placement, Shortage)
+    lines += ["", placement.line if isinstance(placement, Shortage) else placement_text(hosts, placement.assignments)]
     lines += ["", verdict(plan)]
-    if proposed := split_line(config, len(devices), min(sizes)):
-        lines.append(proposed)
+    if proposal := split_line(config, len(devices), min(sizes)):
+        lines.append(proposal)
     return "\n".join(lines), plan.changes == {} and not lacks_gpus
 
 
@@ -179,12 +179,12 @@ def memory_table(plan: MemoryPlan) -> list[str]:
 
 def verdict(plan: MemoryPlan) -> str:
     """Lines that say whether the job fits, or with which change, and how to use the remaining memory."""
-    proposed = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
+    proposal = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:
         return f"does not fit; {NO_CHANGE}"
     if not plan.changes:
-        return f"fits; proposed: {proposed}"
-    return f"does not fit; it does with {_changes(plan)}; then: {proposed}"
+        return f"fits; proposed: {proposal}"
+    return f"does not fit; it does with {_changes(plan)}; then: {proposal}"
 
 
 def _changes(plan: MemoryPlan) -> str:
@@ -195,8 +195,8 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
     """The GPUs of this machine that a job may use: the first cluster.gpus, or all. Raises ConfigError."""
     count = config.cluster.gpus
     if count > len(devices):
-        allowed = f"{len(devices)} or less, or 0 for all" if devices else "0"
-        raise ConfigError(f"cluster.gpus = {count}: {THIS_MACHINE} has {describe(devices)}; set it to {allowed}")
+        remedy = f"{len(devices)} or less, or 0 for all" if devices else "0"
+        raise ConfigError(f"cluster.gpus = {count}: {THIS_MACHINE} has {describe(devices)}; set it to {remedy}")
     return tuple(devices[: count or len(devices)])
 
 
@@ -208,21 +208,24 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     if not devices:
         return {}, ""
     host = Host(name=THIS_MACHINE, devices=tuple(devices))
-    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.shares_gpus)
-    if isinstance(placed, Shortage):
+    placement = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.shares_gpus)
+    if isinstance(placement, Shortage):
         sizes = [device.memory_bytes for device in devices]
         remedy = change_that_fits(config, len(devices), max(sizes)) or (
             "lower rollout.instances, training.ranks or rollout.engine.tensor_parallel"
         )
-        raise ConfigError(f"cluster: the run {placed.line} on {THIS_MACHINE}; {remedy}")
+        raise ConfigError(f"cluster: the run {placement.line} on {THIS_MACHINE}; {remedy}")
     visible = {device.uuid: device.visible for device in devices}
     by_name = {
-        name: ",".join(visible[uuid] for uuid in assignment.devices) for name, assignment in placed.assignments.items()
+        name: ",".join(visible[uuid] for uuid in assignment.devices)
+        for name, assignment in placement.assignments.items()
     }
-    text = placement_text([host], placed.assignments)
-    idle = len(devices) - len({uuid for assignment in placed.assignments.values() for uuid in assignment.devices})
-    if idle and (proposed := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
-        text += f"\n{proposed}"
+    text = placement_text([host], placement.assignments)
+    num_idle = len(devices) - len(
+        {uuid for assignment in placement.assignments.values() for uuid in assignment.devices}
+    )
+    if num_idle and (proposal := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
+        text += f"\n{proposal}"
     return by_name, text
 
 

@@ -271,7 +271,7 @@ def name_rows(message: str) -> str:
     if not _temporary_folder.cache_info().currsize:
         return message
     file = rf"{re.escape(str(_temporary_folder()))}/\w+/(\w+)\.jsonl"
-    message = re.sub(rf"{file}, line (\d+)", lambda found: f"{found[1]}[{int(found[2]) - 1}]", message)
+    message = re.sub(rf"{file}, line (\d+)", lambda match: f"{match[1]}[{int(match[2]) - 1}]", message)
     return re.sub(rf"[\w.]+ = 'jsonl:{file}'", r"\1", message)
 
 

@@ -120,23 +120,23 @@ class CommandIssuer:
         self._decision_log.note(trajectory.id, note)
         self._commands.append(commands.Interrupt(trajectory=trajectory.id, instance=instance_id))
 
-    def discard(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
+    def discard(self, trajectories: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop trajectories that have left the state, and record in the store how they ended."""
-        self.stop(discarded)
-        if discarded:
-            endings, versions = tuple(t.ending for t in discarded), tuple(t.v_traj for t in discarded)
+        self.stop(trajectories)
+        if trajectories:
+            endings, versions = tuple(t.ending for t in trajectories), tuple(t.v_traj for t in trajectories)
             self._commands.append(commands.Discard(endings=endings, versions=versions))
 
-    def stop(self, discarded: tuple[DiscardedTrajectory, ...]) -> None:
+    def stop(self, trajectories: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop the sampling and the environments of trajectories that have left the state, and release their caches."""
-        for trajectory in discarded:
+        for trajectory in trajectories:
             ending = trajectory.ending
             if trajectory.running_instance is not None:
                 self._commands.append(
                     commands.Abort(trajectory=ending.trajectory, instance=trajectory.running_instance)
                 )
             self.release_cache(ending.trajectory, trajectory.cached_instance)
-            if trajectory.environment_open:
+            if trajectory.has_open_environment:
                 self._commands.append(commands.CloseEnvironment(trajectory=ending.trajectory))
             self._forecast.remove_group(ending.group)
             self._decision_log.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
@@ -150,8 +150,8 @@ class CommandIssuer:
 
     def finish_evaluation(self, *, abandoned: bool = False) -> None:
         """End the running evaluation, and have its results summarized unless it is abandoned."""
-        evaluation, discarded = self._state.close_evaluation()
-        self.stop(discarded)
+        evaluation, trajectories = self._state.close_evaluation()
+        self.stop(trajectories)
         self._commands.append(
             commands.FinishEvaluation(
                 evaluation=evaluation.number,

@@ -61,7 +61,7 @@ class Coordinator(CoordinatorInspection):
         super().__init__(state, forecast, DecisionLog())
         self._strategies = strategies
         self._validate_every_event = validate_every_event
-        self._stopped = False
+        self._is_stopped = False
         self.has_more_routes = False
         """Whether the latest event reached the limit of routes, so that RoutingContinued should follow."""
         self._num_events = 0
@@ -129,7 +129,7 @@ class Coordinator(CoordinatorInspection):
                     self._on_stop_requested()
                 case _:
                     assert_never(event)
-            if not self._stopped:
+            if not self._is_stopped:
                 self._plan(max_routes)
             if self._validate_every_event:
                 self.validate()
@@ -147,12 +147,12 @@ class Coordinator(CoordinatorInspection):
         if self._state.mixture is not None:
             self._state.mixture.restore(event.sources, event.num_groups, event.groups)
         for group in event.groups:
-            complete = self._state.restore_group(
+            is_complete = self._state.restore_group(
                 group, Phase.IN_ENVIRONMENT if self._strategies.environments else Phase.SCORING
             )
             for member in group.members:
                 self._decision_log.note(member.trajectory, f"restored with {member.tokens} tokens")
-            if complete:
+            if is_complete:
                 self._filter_or_occupy(group.group)
                 continue
             for member in group.members:
@@ -203,7 +203,7 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_running(event.trajectory, event.route_number)
         if trajectory is None:
             return
-        if not trajectory.being_truncated or event.tokens == 0:
+        if not trajectory.is_being_truncated or event.tokens == 0:
             self._state.requeue_interrupted(trajectory, event.tokens)
             self._decision_log.note(trajectory.id, f"interrupted at {format_sampled_tokens(event)}")
         elif self._strategies.environments:
@@ -228,7 +228,7 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
         if trajectory is not None:
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
-            num_failures = self._state.restart_episode(trajectory, lost=event.lost)
+            num_failures = self._state.restart_episode(trajectory, is_lost=event.lost)
             self._decision_log.note(trajectory.id, f"environment failed: {event.error}")
             if num_failures > self._strategies.max_failures:
                 self._abort_queued(trajectory, AbortReason.ENVIRONMENT_FAILED)
@@ -239,15 +239,15 @@ class Coordinator(CoordinatorInspection):
             return
         if trajectory.phase is Phase.IN_ENVIRONMENT:
             if not trajectory.is_evaluation:  # without environments `_on_sampled` does this
-                if not trajectory.last_turn_truncated:
+                if not trajectory.is_last_turn_truncated:
                     self.forecast.observe(trajectory.group, trajectory.tokens)
                 self.forecast.episodes.observe(trajectory.tokens, trajectory.observation_tokens)
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
-        complete = self._state.record_reward(trajectory, None if event.error else event.reward)
+        is_complete = self._state.record_reward(trajectory, None if event.error else event.reward)
         self._decision_log.note(trajectory.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if trajectory.is_evaluation and self._state.end_evaluation_trajectory(trajectory):
             self._issuer.finish_evaluation()
-        if complete:
+        if is_complete:
             self._filter_or_occupy(trajectory.group)
 
     def _filter_or_occupy(self, group: GroupId) -> None:
@@ -275,14 +275,14 @@ class Coordinator(CoordinatorInspection):
         self._state.publish(event.version)
 
     def _on_stop_requested(self) -> None:
-        self._stopped = True
+        self._is_stopped = True
         if self._state.evaluation is not None:
             self._issuer.stop(self._state.close_evaluation()[1])
         self._issuer.discard(self._state.abort_all(AbortReason.RUN_ENDED))
 
     def _on_tick(self) -> None:
         self._state.flag_timed_decisions()
-        if not self._stopped and not self._state.trainer_has_gpus:
+        if not self._is_stopped and not self._state.trainer_has_gpus:
             for move in self._move_planner.plan_truncations():
                 self._issuer.move(move)
             for move in self._move_planner.plan_migrations():
@@ -298,7 +298,7 @@ class Coordinator(CoordinatorInspection):
         self._state.unpin_idle_instances()
         if instances := self._state.pop_loads_changed():
             self._pull(instances)
-        if self._state.pop_room_changed():
+        if self._state.pop_admission_changed():
             self._fetch_prompts()
         if not self._state.trainer_has_gpus and self._state.pop_routing_changed():
             self._pin_instances()
@@ -307,7 +307,7 @@ class Coordinator(CoordinatorInspection):
     def _consume_batch(self) -> None:
         """Consume the next step's batch if it is ready. If GPUs are shared, a running evaluation must end first, since
         all instances are put to sleep."""
-        if self._state.training or not self.ledger.ready():
+        if self._state.is_training or not self.ledger.ready():
             return
         if self._state.shares_gpus and self._state.evaluation is not None:
             return
@@ -339,10 +339,10 @@ class Coordinator(CoordinatorInspection):
         and few of them are shorter. Later levels are still tried, so that free memory is used.
         """
         queue, num_routed = self._state.queue, 0
-        blocked: set[int] = set()
+        blocked_levels: set[int] = set()
         # Routing the first member of a new group can create a level for its siblings, so look for the lowest each time.
         while True:
-            level = next((level for level in queue.levels() if level not in blocked), None)
+            level = next((level for level in queue.levels() if level not in blocked_levels), None)
             if level is None:
                 return
             if num_routed == max_routes:  # before a rule with random numbers is called, so that it is called once
@@ -355,7 +355,7 @@ class Coordinator(CoordinatorInspection):
             if isinstance(choice, str):
                 is_new = self._state.record_refusal(trajectory, choice)
                 self._decision_log.count_refusal(trajectory.id, choice, is_new=is_new)
-                blocked.add(level)
+                blocked_levels.add(level)
             else:
                 self._issuer.route(trajectory, choice)
                 num_routed += 1

@@ -54,7 +54,7 @@ class DecisionLog:
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """Return the notes of a trajectory, in order: one line "time  note  (cause)" each."""
-        return [f"{now:9.3f} s  {note}  ({cause})" for noted, now, cause, note in self._notes if noted == trajectory]
+        return [f"{now:9.3f} s  {note}  ({cause})" for id, now, cause, note in self._notes if id == trajectory]
 
 
 def format_sampled_tokens(event: TrajectorySampled | TrajectoryInterrupted) -> str:
@@ -86,9 +86,9 @@ class CoordinatorInspection:
         return self._state.mixture
 
     @property
-    def training(self) -> bool:
+    def is_training(self) -> bool:
         """Whether a step is being trained."""
-        return self._state.training
+        return self._state.is_training
 
     def num_running_by_instance(self) -> dict[InstanceId, int]:
         """Number of trajectories on each instance, as far as the coordinator knows. O(instances)."""

@@ -100,10 +100,10 @@ class Evaluations:
         ]
         if evaluation.num_to_sample > sum(instance.num_eval_running for instance in instances):
             return []  # the others are queued or in their environments
-        idle = [instance for instance in instances if not instance.num_eval_running]
-        for instance in idle:
+        idle_instances = [instance for instance in instances if not instance.num_eval_running]
+        for instance in idle_instances:
             del evaluation.pinned_instances[instance.id]
-        return idle
+        return idle_instances
 
     def unpin_lost(self, instance: InstanceId) -> None:
         """Unpin a lost instance. Another one may join under its name later."""
@@ -115,11 +115,11 @@ class Evaluations:
         if trajectory.is_evaluation:
             self._require_running().num_to_sample -= 1
 
-    def end_trajectory(self, trajectory: LiveTrajectory, *, scored: bool) -> bool:
-        """Record that a trajectory of the evaluation has ended. Returns True if it was the last. scored: whether it has
-        a score."""
+    def end_trajectory(self, trajectory: LiveTrajectory, *, has_score: bool) -> bool:
+        """Record that a trajectory of the evaluation has ended. Returns True if it was the last. has_score: whether it
+        has a score."""
         evaluation = self._require_running()
-        if not scored:
+        if not has_score:
             self.count_sampled(trajectory)
             evaluation.failed_trajectories.append(trajectory.id)
         evaluation.members.discard(trajectory.id)

@@ -129,14 +129,12 @@ class LengthForecast:
         delta = log_length - self._log_mean
         self._log_mean += delta / self._log_count
         self._log_square_sum += delta * (log_length - self._log_mean)
-        finished = self._finished_members.setdefault(group, _FinishedMembers())
-        if finished.count:
+        members = self._finished_members.setdefault(group, _FinishedMembers())
+        if members.count:
             self._pair_count += 1
-            self._pair_product_sum += (log_length - self._log_mean) * (
-                finished.log_sum / finished.count - self._log_mean
-            )
-        finished.count += 1
-        finished.log_sum += log_length
+            self._pair_product_sum += (log_length - self._log_mean) * (members.log_sum / members.count - self._log_mean)
+        members.count += 1
+        members.log_sum += log_length
 
     @property
     def _correlation(self) -> float:
@@ -150,10 +148,10 @@ class LengthForecast:
         """Return the factor by which a group's finished members change the forecast for the others: the best linear
         prediction in log lengths. The variance that they explain does not raise the mean of the lognormal distribution
         any more."""
-        finished = self._finished_members.get(group)
+        members = self._finished_members.get(group)
         correlation = self._correlation
-        if finished is None or correlation <= 0.05:
+        if members is None or correlation <= 0.05:
             return 1.0
-        weight = finished.count * correlation / (1 + (finished.count - 1) * correlation)
+        weight = members.count * correlation / (1 + (members.count - 1) * correlation)
         explained_variance = weight * correlation * self._log_square_sum / self._log_count
-        return math.exp(weight * (finished.log_sum / finished.count - self._log_mean) - explained_variance / 2)
+        return math.exp(weight * (members.log_sum / members.count - self._log_mean) - explained_variance / 2)

@@ -27,22 +27,24 @@ def validate(state: CoordinatorState) -> None:
     for trajectory in state.live_trajectories.values():
         _validate_trajectory(state, trajectory)
     _validate_instances(state)
-    unreserved = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
-    if unreserved != state.unreserved_groups:
-        raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved ^ state.unreserved_groups)[:10]}")
-    expected = {
+    unreserved_groups = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
+    if unreserved_groups != state.unreserved_groups:
+        raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved_groups ^ state.unreserved_groups)[:10]}")
+    waiting_levels = {
         t.id: (level := state.queue_level(t.group), level)
         for t in state.live_trajectories.values()
         if t.phase is Phase.QUEUED
     }
-    queued = {trajectory.id: (level, trajectory.queue_level) for level, trajectory in state.queue}
-    if expected != queued or len(state.queue) != len(queued):
-        raise ProtocolViolation(f"queued and waiting differ: {sorted(expected.items() ^ queued.items())[:10]}")
+    queue_levels = {trajectory.id: (level, trajectory.queue_level) for level, trajectory in state.queue}
+    if waiting_levels != queue_levels or len(state.queue) != len(queue_levels):
+        raise ProtocolViolation(
+            f"queued and waiting differ: {sorted(waiting_levels.items() ^ queue_levels.items())[:10]}"
+        )
     if state.trainer_has_gpus and (awake := [instance.id for instance in state.fleet if not instance.asleep]):
         raise ProtocolViolation(f"{awake} are awake in the trainer's turn")
-    if state.training != (state.ledger.next_step > state.ledger.version):
+    if state.is_training != (state.ledger.next_step > state.ledger.version):
         raise ProtocolViolation(
-            f"next step {state.ledger.next_step}, published {state.ledger.version}, but training is {state.training}"
+            f"next step {state.ledger.next_step}, published {state.ledger.version}, but training is {state.is_training}"
         )
 
 
@@ -62,12 +64,12 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
             raise ProtocolViolation(
                 f"{trajectory.id} is {trajectory.phase.value}, its group has {entry.completed} completed"
             )
-    routed = (
+    is_routed = (
         trajectory.route_number > 0
         if trajectory.is_evaluation
         else trajectory.id in state.ledger.entries[trajectory.group].routed
     )
-    if (trajectory.v_traj >= 0) != routed or routed != (trajectory.route_number > 0):
+    if (trajectory.v_traj >= 0) != is_routed or is_routed != (trajectory.route_number > 0):
         raise ProtocolViolation(
             f"{trajectory.id} was routed {trajectory.route_number} times, with version {trajectory.v_traj}"
         )
@@ -75,7 +77,7 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
         raise ProtocolViolation(
             f"{trajectory.id} has {trajectory.tokens} tokens, {trajectory.delivered_tokens} of them delivered"
         )
-    if trajectory.being_truncated and trajectory.phase is not Phase.RUNNING:
+    if trajectory.is_being_truncated and trajectory.phase is not Phase.RUNNING:
         raise ProtocolViolation(f"{trajectory.id} is being truncated but {trajectory.phase.value}")
     if trajectory.move_target is not None and trajectory.phase not in {Phase.RUNNING, Phase.QUEUED}:
         raise ProtocolViolation(f"{trajectory.id} is moving to {trajectory.move_target} but {trajectory.phase.value}")
@@ -121,10 +123,10 @@ def _validate_evaluation(state: CoordinatorState) -> None:
 
 def _validate_instances(state: CoordinatorState) -> None:
     """Check that the counts of each instance match the trajectories that it runs or that are moving to it."""
-    moving: Counter[InstanceId] = Counter()
+    num_moving: Counter[InstanceId] = Counter()
     for trajectory in state.live_trajectories.values():
         if trajectory.move_target is not None:
-            moving.update(
+            num_moving.update(
                 [trajectory.move_target]
                 if trajectory.instance is None
                 else [trajectory.move_target, trajectory.instance]
@@ -135,5 +137,7 @@ def _validate_instances(state: CoordinatorState) -> None:
             raise ProtocolViolation(f"{instance.id} lists trajectories that run elsewhere or have ended")
         if instance.kv_tokens != sum(trajectory.kv_tokens for trajectory in running if trajectory is not None):
             raise ProtocolViolation(f"{instance.id} has a wrong count of {instance.kv_tokens} KV tokens")
-        if instance.num_moves != moving[instance.id]:
-            raise ProtocolViolation(f"{instance.id}: {instance.num_moves} moves counted, {moving[instance.id]} found")
+        if instance.num_moves != num_moving[instance.id]:
+            raise ProtocolViolation(
+                f"{instance.id}: {instance.num_moves} moves counted, {num_moving[instance.id]} found"
+            )

@@ -139,10 +139,10 @@ def list_closed_parts(path: Path) -> dict[int, Path]:
     """The closed parts of the journal at `path`, by number. If a part exists compressed and uncompressed, the
     compressed one is complete."""
     name_pattern = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
-    closed = sorted(
+    closed_parts = sorted(
         (p for p in path.parent.glob(f"{path.name}.*") if name_pattern.fullmatch(p.name)), key=lambda p: p.name
     )
-    return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in closed))
+    return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in closed_parts))
 
 
 def list_files(path: Path) -> list[Path]:
@@ -164,11 +164,11 @@ def open_part(file: Path) -> BinaryIO:
 
 def uncompressed_bytes(file: Path) -> int:
     """Uncompressed size of a journal file in bytes. Raises OSError."""
-    with file.open("rb") as opened:
-        size = opened.seek(0, 2)
+    with file.open("rb") as opened_file:
+        size = opened_file.seek(0, 2)
         if file.suffix == ".gz":  # gzip stores the size in the last four bytes
-            opened.seek(max(0, size - 4))
-            return int.from_bytes(opened.read(4), "little")
+            opened_file.seek(max(0, size - 4))
+            return int.from_bytes(opened_file.read(4), "little")
         return size
 
 
@@ -189,10 +189,10 @@ class JournalReader:
             name = f"{self.path.name}.{missing[0]:04}"
             raise ConfigError(f"{self.path.with_name(name)}: this part of the journal is missing; restore it")
         for number, file in parts.items():
-            yield from self._read_file(file, number, last=False)
-        yield from self._read_file(self.path, len(parts) + 1, last=True)
+            yield from self._read_file(file, number, is_last=False)
+        yield from self._read_file(self.path, len(parts) + 1, is_last=True)
 
-    def _read_file(self, file: Path, part: int, *, last: bool) -> Iterator[JournalEntry]:
+    def _read_file(self, file: Path, part: int, *, is_last: bool) -> Iterator[JournalEntry]:
         number = 0
         try:
             with open_part(file) as lines:
@@ -200,7 +200,7 @@ class JournalReader:
                     try:
                         value = json.loads(line)
                     except (ValueError, RecursionError):
-                        if last and not lines.read(1):
+                        if is_last and not lines.read(1):
                             self.incomplete_line = number
                             return
                         raise ConfigError(f"{file}, line {number}: not JSON") from None
@@ -215,7 +215,7 @@ class JournalReader:
                     except (ValueError, LookupError, TypeError) as error:
                         raise ConfigError(f"{file}, line {number}: {error}") from error
                     yield entry
-            if not number and not last:
+            if not number and not is_last:
                 raise ConfigError(f"{file}: damaged: it is empty; restore it")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(f"{file}: damaged after line {number}: {error}; restore it") from error

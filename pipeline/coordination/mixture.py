@@ -66,7 +66,7 @@ class _SourceProgress:
     """Mean rewards of groups that were trained on since the latest step's metrics."""
 
     @property
-    def failing(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether its latest groups could all not be trained on."""
         return self.state.num_useless >= MAX_USELESS_GROUPS
 
@@ -89,7 +89,7 @@ class SourceCounts:
     num_trained: int
     num_filtered: int
     num_aborted: int
-    failing: bool
+    is_failing: bool
 
     @property
     def line(self) -> str:
@@ -97,7 +97,7 @@ class SourceCounts:
         return (
             f"task {self.name}: {self.trained_share:.1%} of the trained groups (ratio {self.ratio:.1%}), "
             f"{self.drawn_share:.1%} of the drawn; {self.num_trained} trained, {self.num_filtered} filtered, "
-            f"{self.num_aborted} aborted" + (", failing" if self.failing else "")
+            f"{self.num_aborted} aborted" + (", failing" if self.is_failing else "")
         )
 
 
@@ -116,7 +116,7 @@ def count_by_source(ratios: Mapping[str, float], states: Sequence[SourceState]) 
             num_trained=state.num_trained,
             num_filtered=state.num_filtered,
             num_aborted=state.num_aborted,
-            failing=state.num_useless >= MAX_USELESS_GROUPS,
+            is_failing=state.num_useless >= MAX_USELESS_GROUPS,
         )
         for (name, ratio), state in zip(ratios.items(), states, strict=bool(states))
     )
@@ -129,7 +129,7 @@ class Mixture:
         ratio_sum = sum(source.ratio for source in sources)
         self._sources = [_SourceProgress(source=source, target_share=source.ratio / ratio_sum) for source in sources]
         self._seed = seed
-        self._source_of: dict[GroupId, _SourceProgress] = {}
+        self._progress_by_group: dict[GroupId, _SourceProgress] = {}
         self._notices: list[str] = []
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Mixture:
         """
         for source, state in zip(self._sources, states, strict=bool(states)):
             source.state = _copy(state)
-            if source.failing:
+            if source.is_failing:
                 self._notices.append(f"{_failing_notice(source)}, before the resume")
         for group in in_flight:
             self.count_arrived(group.group, group.source, group.task)
@@ -214,23 +214,23 @@ class Mixture:
         if task in source.requested_tasks:
             source.requested_tasks.remove(task)
         source.tasks_in_flight[group] = task
-        self._source_of[group] = source
+        self._progress_by_group[group] = source
         source.state.num_drawn += 1
 
     def record_rewards(self, group: GroupId, rewards: Sequence[float]) -> None:
         """Record the rewards of a complete group, without those that could not be computed."""
         if rewards:
-            source, mean = self._source_of[group], sum(rewards) / len(rewards)
+            source, mean = self._progress_by_group[group], sum(rewards) / len(rewards)
             source.mean_rewards[group] = mean
             source.scored_rewards.append(mean)
 
     def count_trained(self, groups: Iterable[GroupId]) -> None:
         """Count groups as trained on."""
         for group in groups:
-            if (reward := self._source_of[group].mean_rewards.get(group)) is not None:
-                self._source_of[group].trained_rewards.append(reward)
+            if (reward := self._progress_by_group[group].mean_rewards.get(group)) is not None:
+                self._progress_by_group[group].trained_rewards.append(reward)
             source = self._remove_group(group)
-            if source.failing:
+            if source.is_failing:
                 self._notices.append(f"task {source.source.name!r}: a group of it was trained on again")
             source.state.num_trained += 1
             source.state.usable_share += USABLE_SHARE_WEIGHT * (1 - source.state.usable_share)
@@ -241,47 +241,47 @@ class Mixture:
     def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
         """Count groups that have ended without being trained on."""
         for group, (fate, reason) in endings.items():
-            if group not in self._source_of:  # it was trained on; these are its surplus members
+            if group not in self._progress_by_group:  # it was trained on; these are its surplus members
                 continue
             source = self._remove_group(group)
-            was_failing, filtered = source.failing, fate is Fate.FILTERED
-            source.state.num_filtered += filtered
-            source.state.num_aborted += not filtered
+            was_failing, is_filtered = source.is_failing, fate is Fate.FILTERED
+            source.state.num_filtered += is_filtered
+            source.state.num_aborted += not is_filtered
             source.state.usable_share *= 1 - USABLE_SHARE_WEIGHT
-            source.state.num_useless += filtered or reason in FAILURES
-            if source.failing and not was_failing:
+            source.state.num_useless += is_filtered or reason in FAILURES
+            if source.is_failing and not was_failing:
                 self._notices.append(f"{_failing_notice(source)}, the latest for the reason {reason.value}")
 
     # -- internal -------------------------------------------------------------------------------------------------
 
     def _choose_source(self) -> int:
         """The number of the source to draw from."""
-        failing = [n for n, s in enumerate(self._sources) if s.failing]
-        healthy = [n for n, s in enumerate(self._sources) if not s.failing] or failing
+        failing_sources = [n for n, s in enumerate(self._sources) if s.is_failing]
+        healthy_sources = [n for n, s in enumerate(self._sources) if not s.is_failing] or failing_sources
         total_drawn = sum(s.state.num_drawn + len(s.requested_tasks) for s in self._sources)
-        if len(healthy) < len(self._sources) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
-            return failing[total_drawn // PROBE_PERIOD % len(failing)]
-        healthy_share = sum(self._sources[n].target_share for n in healthy)
-        num_expected = 1 + sum(self._sources[n].expected_trained for n in healthy)
+        if len(healthy_sources) < len(self._sources) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
+            return failing_sources[total_drawn // PROBE_PERIOD % len(failing_sources)]
+        healthy_share = sum(self._sources[n].target_share for n in healthy_sources)
+        num_expected = 1 + sum(self._sources[n].expected_trained for n in healthy_sources)
 
         def lag(number: int) -> float:
             source = self._sources[number]
             return source.state.credit + source.target_share / healthy_share * num_expected - source.expected_trained
 
-        return max(healthy, key=lambda number: (lag(number), -number))
+        return max(healthy_sources, key=lambda number: (lag(number), -number))
 
     def _add_credit(self) -> None:
         """Add the share of one trained group to the credit of each source."""
-        healthy_share = sum(s.target_share for s in self._sources if not s.failing)
+        healthy_share = sum(s.target_share for s in self._sources if not s.is_failing)
         for source in self._sources:
-            if source.failing:
+            if source.is_failing:
                 source.state.credit = min(float(MAX_USELESS_GROUPS), source.state.credit + source.target_share)
             else:
                 source.state.credit += source.target_share / healthy_share
 
     def _remove_group(self, group: GroupId) -> _SourceProgress:
         """Remove a group from the groups in flight, and update its sampler. Returns its source."""
-        source = self._source_of.pop(group)
+        source = self._progress_by_group.pop(group)
         task, reward = source.tasks_in_flight.pop(group), source.mean_rewards.pop(group, None)
         source.source.sampler.learn(task, reward, source.state.sampler)
         return source

@@ -55,10 +55,10 @@ class MovePlanner:
         fleet, rule, ledger = self._state.fleet, self._migration, self._state.ledger
         if len(fleet) < 2 or not rule.moves_anything:
             return []
-        by_speed = self._sort_by_speed()
+        instances = self._sort_by_speed()
         moves: list[Move] = []
         for i in range(max(1, int(len(fleet) * MAX_SOURCE_SHARE))):
-            source, target = by_speed[-1 - i], by_speed[i]
+            source, target = instances[-1 - i], instances[i]
             source_load = InstanceLoad(running=source.num_running, kv_tokens=source.kv_tokens)
             target_load = InstanceLoad(running=target.num_running, kv_tokens=target.kv_tokens)
             if not rule.may_gain(source_load, target_load):
@@ -93,17 +93,17 @@ class MovePlanner:
         ):
             return
         ledger = state.ledger
-        due = [trajectory for trajectory in state.live_trajectories.values() if self._is_due(trajectory)]
+        due_trajectories = [trajectory for trajectory in state.live_trajectories.values() if self._is_due(trajectory)]
         num_per_step = ledger.groups_per_step * ledger.group_size
         if not rule.may_truncate(
-            sum(not trajectory.being_truncated for trajectory in due),
+            sum(not trajectory.is_being_truncated for trajectory in due_trajectories),
             num_per_step=num_per_step,
             num_truncated_in_step=state.truncations.num_truncated_in_step,
             num_trained=state.truncations.num_trained,
             num_truncated=state.truncations.num_truncated,
         ):
             return
-        for trajectory in due:
+        for trajectory in due_trajectories:
             source = self._state.fleet.get(trajectory.instance)
             if (
                 trajectory.phase is Phase.RUNNING
@@ -118,9 +118,9 @@ class MovePlanner:
         if trajectory.is_evaluation:
             return False
         ledger = self._state.ledger
-        unfinished = trajectory.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
+        is_unfinished = trajectory.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
         version = ledger.entries[trajectory.group].version
-        return unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
+        return is_unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
 
     def _movable_trajectories(self, source: Instance, target: Instance) -> list[LiveTrajectory]:
         """Trajectories on `source` that may continue on `target`."""

@@ -23,18 +23,18 @@ class PullPlanner:
         """Choose those of `candidates` that should pull: the ones whose interruption costs least, and all that run
         nothing. With shared GPUs all sleeping instances pull once the training step has ended."""
         if self._state.shares_gpus:
-            yield from () if self._state.training else [instance for instance in candidates if instance.asleep]
+            yield from () if self._state.is_training else [instance for instance in candidates if instance.asleep]
             return
-        published, fleet = self._state.ledger.version, self._state.fleet
-        pinned = self._state.evaluation.pinned_instances if self._state.evaluation is not None else ()
-        lagging = [i for i in candidates if i.version < published and not i.pulling and i.id not in pinned]
-        if not lagging:
+        version, fleet = self._state.ledger.version, self._state.fleet
+        pinned_ids = self._state.evaluation.pinned_instances if self._state.evaluation is not None else ()
+        instances = [i for i in candidates if i.version < version and not i.pulling and i.id not in pinned_ids]
+        if not instances:
             return
         num_missing = self._synchronization.num_pulling(len(fleet)) - int(
-            np.count_nonzero(fleet.served_versions == published)
+            np.count_nonzero(fleet.served_versions == version)
         )
-        cheapest = sorted(lagging, key=lambda instance: instance.kv_tokens)[: max(0, num_missing)]
+        cheapest = sorted(instances, key=lambda instance: instance.kv_tokens)[: max(0, num_missing)]
         cheapest_ids = {instance.id for instance in cheapest}
-        for instance in lagging:
+        for instance in instances:
             if instance.id in cheapest_ids or not instance.num_running:
                 yield instance

@@ -37,32 +37,34 @@ def plan_resume(
     """
     num_ended = tuple(ledger_state.num_ended.items())
     trial_ledger.resume(ledger_state.next_step, {parse_outcome_key(key): count for key, count in num_ended})
-    repeatable = [_restart_lost_episodes(g) if g.source in unrepeatable_sources else g for g in groups]
+    restorable_groups = [_restart_lost_episodes(g) if g.source in unrepeatable_sources else g for g in groups]
     restored_groups = [
         _restore_on_ledger(trial_ledger, filtering, group)
-        for group in sorted(repeatable, key=lambda group: _restore_order(group, trial_ledger.group_size, filtering))
+        for group in sorted(
+            restorable_groups, key=lambda group: _restore_order(group, trial_ledger.group_size, filtering)
+        )
     ]
-    begun = {m.trajectory for group in groups for m in group.members if m != _restart_member(m)}
-    continued = {m.trajectory for group in restored_groups for m in group.members if m.version >= 0}
-    resumed = RunResumed(
+    started_trajectories = {m.trajectory for group in groups for m in group.members if m != _restart_member(m)}
+    continued_trajectories = {m.trajectory for group in restored_groups for m in group.members if m.version >= 0}
+    event = RunResumed(
         step=ledger_state.next_step,
         num_ended=num_ended,
         groups=tuple(restored_groups),
         num_groups=ledger_state.num_started // trial_ledger.members_started if ledger_state.sources else 0,
         sources=ledger_state.sources,
     )
-    return resumed, tuple(sorted(begun - continued))
+    return event, tuple(sorted(started_trajectories - continued_trajectories))
 
 
 def _restore_order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
     """Sort key: groups to be filtered first, since they free their entries, then complete ones, then partly sampled
     ones."""
-    scored = [m for m in group.members if m.scored][:group_size]
+    scored_members = [m for m in group.members if m.scored][:group_size]
     sampled_versions = [m.version for m in group.members if m.version >= 0]
-    stage = 2 if sampled_versions else 3
-    if len(scored) == group_size:
-        stage = 1 if filtering.drop_reason([m.reward for m in scored if m.reward is not None]) is None else 0
-    return stage, min(sampled_versions, default=0), group.group
+    rank = 2 if sampled_versions else 3
+    if len(scored_members) == group_size:
+        rank = 1 if filtering.drop_reason([m.reward for m in scored_members if m.reward is not None]) is None else 0
+    return rank, min(sampled_versions, default=0), group.group
 
 
 def _restore_on_ledger(trial_ledger: StalenessLedger, filtering: Filtering, group: GroupInFlight) -> GroupInFlight:
@@ -70,12 +72,12 @@ def _restore_on_ledger(trial_ledger: StalenessLedger, filtering: Filtering, grou
     ids = tuple(m.trajectory for m in group.members)
     trial_ledger.start(group.group, ids)
     versions = sorted({m.version for m in group.members if m.version >= 0})
-    oldest = next((v for v in versions if trial_ledger.can_reserve(group.group, v)), None)
+    oldest_version = next((v for v in versions if trial_ledger.can_reserve(group.group, v)), None)
     num_scored = 0
     members = []
     for stored_member in group.members:
         member = stored_member
-        if oldest is None or member.version < oldest:
+        if oldest_version is None or member.version < oldest_version:
             member = _restart_member(member)
         elif member.scored and num_scored == trial_ledger.group_size:  # it was surplus when its reward arrived
             member = replace(member, sampled=True, scored=False, reward=None)
@@ -84,11 +86,11 @@ def _restore_on_ledger(trial_ledger: StalenessLedger, filtering: Filtering, grou
     for member in sorted(members, key=lambda member: member.version):
         if member.version >= 0:
             trial_ledger.reserve(group.group, member.trajectory, member.version)
-    scored = [m for m in members if m.scored]
-    for member in scored:
+    scored_members = [m for m in members if m.scored]
+    for member in scored_members:
         trial_ledger.complete(group.group, member.trajectory)
-    if len(scored) == trial_ledger.group_size:
-        drop_reason = filtering.drop_reason([m.reward for m in scored if m.reward is not None])
+    if len(scored_members) == trial_ledger.group_size:
+        drop_reason = filtering.drop_reason([m.reward for m in scored_members if m.reward is not None])
         if drop_reason is None:
             trial_ledger.occupy(group.group)
         else:

@@ -40,16 +40,16 @@ class RoutePlanner:
         if min_version is None:
             may_start = self._admission.refusal(self._state.ledger, self._state.ledger.version) is None
             return "version too old" if may_start else "no place under the bound"
-        fitting = fleet.fitting_mask(trajectory.kv_tokens, min_version, self._typical_kv_tokens)
+        fitting_mask = fleet.fitting_mask(trajectory.kv_tokens, min_version, self._typical_kv_tokens)
         target = fleet.get(trajectory.move_target)
-        if target is not None and fitting[target.row]:
+        if target is not None and fitting_mask[target.row]:
             return target
-        if not fitting.any():
+        if not fitting_mask.any():
             return fleet.refusal_reason(trajectory.kv_tokens, min_version)
-        row = routing.choose(self.make_candidate(trajectory), fleet, fitting)
-        if row is not None and not (0 <= row < len(fleet) and fitting[row]):
+        row = routing.choose(self.make_candidate(trajectory), fleet, fitting_mask)
+        if row is not None and not (0 <= row < len(fleet) and fitting_mask[row]):
             return "the routing rule chose an instance that does not fit"
-        cached_instance = self._fitting_cached_instance(trajectory, fitting)
+        cached_instance = self._fitting_cached_instance(trajectory, fitting_mask)
         if cached_instance is not None and (
             row is None or self._prefers_cached(trajectory, cached_instance, fleet[row])
         ):
@@ -68,10 +68,10 @@ class RoutePlanner:
         is_queued = self._state.queue.num_reserved(version) > 0
         return is_queued or self._admission.refusal(self._state.ledger, version) is None
 
-    def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting: BoolArray) -> Instance | None:
+    def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting_mask: BoolArray) -> Instance | None:
         """The instance that may have a trajectory's context in its cache, if it has room for the trajectory."""
         cached_instance = self._state.fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
-        return cached_instance if cached_instance is not None and fitting[cached_instance.row] else None
+        return cached_instance if cached_instance is not None and fitting_mask[cached_instance.row] else None
 
     def _prefers_cached(
         self, trajectory: LiveTrajectory, cached_instance: Instance, preferred_instance: Instance

@@ -67,7 +67,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
     return Snapshot(
         version=ledger.version,
         next_step=ledger.next_step,
-        training=state.training,
+        training=state.is_training,
         num_queued=phases[Phase.QUEUED],
         num_running=phases[Phase.RUNNING],
         num_acting=phases[Phase.IN_ENVIRONMENT],
@@ -104,7 +104,7 @@ def explain_waiting(state: CoordinatorState, limit: int) -> str:
     ledger = state.ledger
     if state.pending_sleeps:
         return f"step {ledger.next_step - 1} waits until {', '.join(sorted(state.pending_sleeps))} sleep"
-    if state.training:
+    if state.is_training:
         return f"step {ledger.next_step - 1} is training"
     if state.evaluation is not None and ledger.version >= ledger.num_steps:
         evaluation = state.evaluation

@@ -66,7 +66,7 @@ class CoordinatorState(ReplanFlags):
         """Groups that have arrived and have no reservation, since no member was routed yet."""
         self.groups_requested = 0
         """Number of groups that were requested and have not arrived."""
-        self.training = False
+        self.is_training = False
         """Whether a step is being trained."""
         self._trainer_idle_since: float | None = 0.0
         """Seconds; None while a step is being trained."""
@@ -84,7 +84,7 @@ class CoordinatorState(ReplanFlags):
     @property
     def trainer_has_gpus(self) -> bool:
         """Whether the trainer uses the GPUs that it shares with the instances, which then all sleep or will soon."""
-        return self.shares_gpus and self.training
+        return self.shares_gpus and self.is_training
 
     @property
     def trainer_waited_s(self) -> float:
@@ -130,10 +130,10 @@ class CoordinatorState(ReplanFlags):
     def publish(self, version: PolicyVersion) -> None:
         """Record that the current training step has finished."""
         self.ledger.publish(version)
-        self.training, self._trainer_idle_since = False, self.now
+        self.is_training, self._trainer_idle_since = False, self.now
         self.running_means.publish_interval_s.add(self.now - self._published_at)
         self._published_at = self.now
-        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = True
+        self._batch_changed = self._admission_changed = self._routing_changed = self._all_loads_changed = True
 
     # -- groups --------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class CoordinatorState(ReplanFlags):
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue all members of groups that have arrived. Returns their ids."""
-        added: list[TrajectoryId] = []
+        trajectory_ids: list[TrajectoryId] = []
         for group in groups:
             members = self.ledger.start(group.group)
             self.groups_requested -= 1
@@ -158,16 +158,16 @@ class CoordinatorState(ReplanFlags):
                 )
                 self.live_trajectories[member] = trajectory
                 self._enqueue(trajectory)
-            added += members
+            trajectory_ids += members
         self._routing_changed = True
-        return added
+        return trajectory_ids
 
     def restore_group(self, group: GroupInFlight, sampled_phase: Phase) -> bool:
         """Restore a group of a stored run, with its reservation. Returns True if it has all members it needs.
         sampled_phase: phase of members whose turn has ended."""
         self.ledger.start(group.group, [member.trajectory for member in group.members])
         self.running_means.prompt_tokens.add(group.prompt_tokens)
-        complete = False
+        is_complete = False
         for member in sorted(group.members, key=lambda member: member.version):
             if member.version >= 0:
                 self.ledger.reserve(group.group, member.trajectory, member.version)
@@ -176,11 +176,11 @@ class CoordinatorState(ReplanFlags):
         for trajectory in restore_members(group, sampled_phase, self.now):
             self.live_trajectories[trajectory.id] = trajectory
             if trajectory.phase is Phase.DONE:
-                complete = self.ledger.complete(trajectory.group, trajectory.id)
+                is_complete = self.ledger.complete(trajectory.group, trajectory.id)
             elif trajectory.phase is Phase.QUEUED:
                 self._enqueue(trajectory)
-        self._batch_changed = self._room_changed = self._routing_changed = True
-        return complete
+        self._batch_changed = self._admission_changed = self._routing_changed = True
+        return is_complete
 
     def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
         """Make a complete group available to the trainer. Returns the trajectories that became surplus."""
@@ -203,7 +203,7 @@ class CoordinatorState(ReplanFlags):
     def consume(self) -> TrainBatch:
         """Consume the batch of the next step. Returns it."""
         consumption = self.ledger.consume(self.ledger.next_step)
-        self.training, self._trainer_idle_since = True, None
+        self.is_training, self._trainer_idle_since = True, None
         if self.mixture is not None:
             self.mixture.count_trained(consumption.groups)
         self.truncations.count_consumed(len(consumption.members))
@@ -211,7 +211,7 @@ class CoordinatorState(ReplanFlags):
         for member in consumption.members:
             trajectory = self.live_trajectories.pop(member)
             trajectory.phase = next_phase(trajectory.phase, Transition.CONSUMED)
-        self._room_changed = self._routing_changed = True
+        self._admission_changed = self._routing_changed = True
         return TrainBatch(
             step=consumption.step,
             groups=consumption.groups,
@@ -247,7 +247,7 @@ class CoordinatorState(ReplanFlags):
             trajectory.phase = next_phase(trajectory.phase, Transition.DISCARDED)
             self.queue.remove(trajectory, trajectory.queue_level)
         del self.live_trajectories[trajectory.id]
-        return self._evaluations.end_trajectory(trajectory, scored=not is_queued)
+        return self._evaluations.end_trajectory(trajectory, has_score=not is_queued)
 
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
         """End the running evaluation. Returns it, and its trajectories that were still in flight."""
@@ -287,9 +287,9 @@ class CoordinatorState(ReplanFlags):
 
     def record_refusal(self, trajectory: LiveTrajectory, reason: str) -> bool:
         """Record why a trajectory stays in the queue. Returns True if the reason has changed."""
-        changed = trajectory.refusal != reason
+        has_changed = trajectory.refusal != reason
         trajectory.refusal = reason
-        return changed
+        return has_changed
 
     def start_move(self, trajectory: LiveTrajectory, target: Instance | None) -> None:
         """Mark a running trajectory as being taken off its instance, to continue at `target`, or to be scored with the
@@ -299,7 +299,7 @@ class CoordinatorState(ReplanFlags):
             raise ProtocolViolation(f"{trajectory.id} is moved while it is {trajectory.phase.value} or already moving")
         trajectory.moved_at_version = self.ledger.version
         if target is None:
-            trajectory.being_truncated = True
+            trajectory.is_being_truncated = True
             self.truncations.add(1)
         else:
             trajectory.move_target = target.id
@@ -311,10 +311,10 @@ class CoordinatorState(ReplanFlags):
         self._evaluations.count_sampled(trajectory)
         self._leave_instance(trajectory)
         self._finish_move(trajectory)
-        if trajectory.being_truncated and not truncated:  # it ended before it was truncated
+        if trajectory.is_being_truncated and not truncated:  # it ended before it was truncated
             self.truncations.add(-1)
         trajectory.tokens = trajectory.delivered_tokens = tokens
-        trajectory.being_truncated = False
+        trajectory.is_being_truncated = False
         self._enter_phase(trajectory, phase)
 
     def finish_turn(self, trajectory: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
@@ -325,11 +325,11 @@ class CoordinatorState(ReplanFlags):
         trajectory.cached_instance, trajectory.cached_version = source.id, source.version
         self._leave_instance(trajectory)
         self._finish_move(trajectory)
-        if trajectory.being_truncated and not truncated:  # it ended before; its next turn may be truncated
+        if trajectory.is_being_truncated and not truncated:  # it ended before; its next turn may be truncated
             self.truncations.add(-1)
             trajectory.moved_at_version = -1
         trajectory.tokens = trajectory.delivered_tokens = tokens
-        trajectory.being_truncated, trajectory.last_turn_truncated = False, truncated
+        trajectory.is_being_truncated, trajectory.is_last_turn_truncated = False, truncated
         self._enter_phase(trajectory, phase)
 
     def count_turn(self, trajectory: LiveTrajectory) -> None:
@@ -345,12 +345,12 @@ class CoordinatorState(ReplanFlags):
         self._enqueue(trajectory)
         self._routing_changed = True
 
-    def restart_episode(self, trajectory: LiveTrajectory, *, lost: bool) -> int:
+    def restart_episode(self, trajectory: LiveTrajectory, *, is_lost: bool) -> int:
         """Queue a trajectory whose environment failed or was lost, with only its prompt. Returns its number of
         failures."""
         self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.RESTARTED))
         trajectory.tokens = trajectory.delivered_tokens = trajectory.num_turns = trajectory.observation_tokens = 0
-        trajectory.num_failures += not lost
+        trajectory.num_failures += not is_lost
         self._enqueue(trajectory)
         self._routing_changed = True
         return trajectory.num_failures
@@ -380,18 +380,18 @@ class CoordinatorState(ReplanFlags):
         phase = next_phase(trajectory.phase, Transition.SCORED)
         if trajectory.phase is Phase.IN_ENVIRONMENT:
             self._evaluations.count_sampled(trajectory)
-        complete = not trajectory.is_evaluation and self.ledger.complete(trajectory.group, trajectory.id)
+        is_complete = not trajectory.is_evaluation and self.ledger.complete(trajectory.group, trajectory.id)
         trajectory.reward = reward
         self._enter_phase(trajectory, phase)
-        self._batch_changed |= complete
-        return complete
+        self._batch_changed |= is_complete
+        return is_complete
 
     # -- instances -----------------------------------------------------------------------------------------------
 
     def add_instance(self, instance_id: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
         """Add an instance that runs nothing. A replacement of a lost instance has a new id."""
         self.fleet.add_instance(instance_id, version, kv_capacity, max_running, asleep=self.shares_gpus)
-        self._room_changed = self._routing_changed = self._all_loads_changed = True
+        self._admission_changed = self._routing_changed = self._all_loads_changed = True
 
     def drain(self, instance: Instance) -> list[LiveTrajectory]:
         """Exclude an instance from routing. Returns the trajectories on it that are not leaving it yet."""
@@ -474,9 +474,9 @@ class CoordinatorState(ReplanFlags):
     def _requeue(self, trajectory: LiveTrajectory, transition: Transition, tokens: int) -> None:
         phase = next_phase(trajectory.phase, transition)
         self._leave_instance(trajectory)
-        if trajectory.being_truncated:  # it left for another reason, or without tokens; it may be truncated later
+        if trajectory.is_being_truncated:  # it left for another reason, or without tokens; it may be truncated later
             self.truncations.add(-1)
-            trajectory.being_truncated, trajectory.moved_at_version = False, -1
+            trajectory.is_being_truncated, trajectory.moved_at_version = False, -1
         trajectory.tokens = tokens
         self._enter_phase(trajectory, phase)
         self._enqueue(trajectory)
@@ -500,7 +500,7 @@ class CoordinatorState(ReplanFlags):
 
     def _remove_ended(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
         """Remove trajectories that the ledger has ended from queue, fleet and mixture."""
-        discarded: list[DiscardedTrajectory] = []
+        discarded_trajectories: list[DiscardedTrajectory] = []
         endings = list(endings)
         if self.mixture is not None:
             # Backwards: the first ending of a group is that of the member that ended it.
@@ -513,13 +513,13 @@ class CoordinatorState(ReplanFlags):
             )
         for ending in endings:
             trajectory = self.live_trajectories.pop(ending.trajectory)
-            discarded.append(
+            discarded_trajectories.append(
                 DiscardedTrajectory(
                     ending=ending,
                     v_traj=trajectory.v_traj,
                     running_instance=trajectory.instance,
                     cached_instance=self.pop_cached_instance(trajectory),
-                    environment_open=trajectory.num_turns > 0 and trajectory.phase is not Phase.DONE,
+                    has_open_environment=trajectory.num_turns > 0 and trajectory.phase is not Phase.DONE,
                 )
             )
             phase = next_phase(trajectory.phase, Transition.DISCARDED)
@@ -530,6 +530,6 @@ class CoordinatorState(ReplanFlags):
             self._finish_move(trajectory)
             self.unreserved_groups.discard(trajectory.group)
             trajectory.phase = phase
-        if discarded:  # a step may have waited for one of them
-            self._batch_changed = self._room_changed = self._routing_changed = True
-        return tuple(discarded)
+        if discarded_trajectories:  # a step may have waited for one of them
+            self._batch_changed = self._admission_changed = self._routing_changed = True
+        return tuple(discarded_trajectories)

@@ -53,7 +53,7 @@ class ReplanFlags:
 
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet
-        self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
+        self._batch_changed = self._admission_changed = self._routing_changed = self._all_loads_changed = False
         self._loads_changed: dict[InstanceId, Instance] = {}
 
     def pop_batch_changed(self) -> bool:
@@ -67,9 +67,9 @@ class ReplanFlags:
         self._loads_changed, self._all_loads_changed = {}, False
         return changed
 
-    def pop_room_changed(self) -> bool:
+    def pop_admission_changed(self) -> bool:
         """Whether there may be room for more groups than at the previous call."""
-        changed, self._room_changed = self._room_changed, False
+        changed, self._admission_changed = self._admission_changed, False
         return changed
 
     def pop_routing_changed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The state of a trajectory in flight, which only state.py changes, and the tokens that are discarded. Pure."""
+"""Trajectories in flight, whose state only state.py changes, and those that have just ended. Pure."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class LiveTrajectory:
     """The instance to which it is moving, from the Interrupt until it is routed or sampled; else None."""
     moved_at_version: int = -1
     """The published version when it was last moved or truncated, which happens at most once per version; -1: never."""
-    being_truncated: bool = False
+    is_being_truncated: bool = False
     """Whether it was interrupted to be scored with the tokens it has."""
-    last_turn_truncated: bool = False
+    is_last_turn_truncated: bool = False
     """Whether its latest turn was truncated, so that forecasts must not learn from its length."""
     refusal: str = ""
     """The latest reason why it was not routed; empty once it is routed."""
@@ -69,7 +69,7 @@ class LiveTrajectory:
     @property
     def is_leaving(self) -> bool:
         """Whether it was interrupted to leave its instance."""
-        return self.being_truncated or self.move_target is not None
+        return self.is_being_truncated or self.move_target is not None
 
 
 def restore_members(group: GroupInFlight, sampled_phase: Phase, now: float) -> list[LiveTrajectory]:
@@ -99,14 +99,14 @@ class DiscardedTrajectory:
     Args:
         running_instance: The instance that must stop it.
         cached_instance: The instance that may have its context cached.
-        environment_open: Whether its environment must be closed.
+        has_open_environment: Whether its environment must be closed.
     """
 
     ending: Ending
     v_traj: PolicyVersion
     running_instance: InstanceId | None
     cached_instance: InstanceId | None
-    environment_open: bool
+    has_open_environment: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,12 +40,12 @@ class WorkQueue:
 
     def num_reserved(self, version: int) -> int:
         """Number of waiting trajectories with a reservation that an instance of `version` can continue."""
-        return sum(len(waiting) for level, waiting in self._levels.items() if EVALUATION < level <= version)
+        return sum(len(trajectories) for level, trajectories in self._levels.items() if EVALUATION < level <= version)
 
     def __iter__(self) -> Iterator[tuple[int, LiveTrajectory]]:
         """(level, trajectory), level by level."""
-        for level, waiting in self._levels.items():
-            for trajectory in waiting.values():
+        for level, trajectories in self._levels.items():
+            for trajectory in trajectories.values():
                 yield level, trajectory
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class WorkQueue:
 
     def remove(self, trajectory: LiveTrajectory, level: int) -> None:
         """Remove a trajectory from a level."""
-        waiting = self._levels[level]
-        del waiting[trajectory.id]
-        if not waiting:
+        trajectories = self._levels[level]
+        del trajectories[trajectory.id]
+        if not trajectories:
             del self._levels[level]

@@ -125,13 +125,13 @@ async def _execute(
         client_id = str(workers.client.id)
         job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
-        stopped = await workers.wait_for_workers(
+        stop_reason = await workers.wait_for_workers(
             config, listener.line, "" if driver_worker is None else driver_worker.address
         )
-        if stopped:
-            end_state = "stopped", stopped
-            summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
-            return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
+        if stop_reason:
+            end_state = "stopped", stop_reason
+            summary = summarize(config, RunReport(stopped=stop_reason), run_dir)  # not written: nothing has changed
+            return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
         if workers.placement_text:
             listener.line(f"GPUs: {workers.placement_text}")
         actors = Actors(config, workers, run_dir, facts)

@@ -78,7 +78,7 @@ async def _run_driver(
     from staleflow.pipeline.jobs import reporter
 
     cluster = ClusterAddress(address=scheduler, security=driver_worker.security)
-    async with cluster.connected(BUSY_SCHEDULER_S) as client:
+    async with cluster.open_client(BUSY_SCHEDULER_S) as client:
         job = await find(client, submission.id)
         if job["state"] in submitted_job.ENDED:
             return str(job["state"])
@@ -125,8 +125,8 @@ async def _resume_to_end(
     num_trained, num_resumes = -1, 0
     while True:
         exists = (config.run_dir / "store").exists()
-        steps, ended = count_committed_steps(config.run_dir) if exists else (0, False)
-        if ended and steps >= config.steps:
+        steps, has_ended = count_committed_steps(config.run_dir) if exists else (0, False)
+        if has_ended and steps >= config.steps:
             return "done", ""
         if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop
@@ -141,11 +141,11 @@ async def _resume_to_end(
                 driver_worker=driver_worker,
                 job_id=submission.id,
             )
-        except ActorLost as lost:
+        except ActorLost as error:
             num_resumes += 1
             if num_resumes > MAX_RESUMES:
                 raise
-            await reporter.report_state(client, job, "waiting", f"lost: {lost}; resuming")
+            await reporter.report_state(client, job, "waiting", f"lost: {error}; resuming")
             continue
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 
@@ -201,7 +201,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     config, code = with_code(config)
     submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.from_config(config, driver=True)
-    async with cluster.connected() as client:
+    async with cluster.open_client() as client:
         await refuse_too_few_gpus(client, config)
         # The registry queues the job as soon as its task has reached the scheduler: nothing is left to do then.
         other_job = await job_registry.ask(

@@ -53,7 +53,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
             coordinator.follow(trajectory)
         entries = journal.JournalReader(events)
         previous_version = coverage.version
-        result += journal.replay(coordinator, coverage.watch(entries))
+        result += journal.replay(coordinator, coverage.observe(entries))
         if result.difference:
             break
         if coverage.resumed_from > previous_version:
@@ -63,7 +63,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
             )
         if coverage.has_events:
             coverage.version = coordinator.ledger.version
-        if coverage.stopped:
+        if coverage.has_ended:
             coverage.ended_at = coverage.version
         if entries.incomplete_line:
             truncated.append(f"{events.name}, line {entries.incomplete_line}, is incomplete and was ignored")
@@ -90,14 +90,14 @@ class _Coverage:
     """Version at the latest end of the run; -1 before any."""
     resumed_from: int = 0
     has_events: bool = False
-    stopped: bool = False
+    has_ended: bool = False
 
-    def watch(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
+    def observe(self, entries: Iterable[JournalEntry]) -> Iterator[JournalEntry]:
         """Yield a journal's entries, and update the coverage."""
-        self.resumed_from, self.has_events, self.stopped = 0, False, False
+        self.resumed_from, self.has_events, self.has_ended = 0, False, False
         for entry in entries:
             self.has_events = True
-            self.stopped = isinstance(entry.event, StopRequested)
+            self.has_ended = isinstance(entry.event, StopRequested)
             if isinstance(entry.event, RunResumed):
                 self.resumed_from = entry.event.step
             yield entry

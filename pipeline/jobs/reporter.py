@@ -83,7 +83,7 @@ class Reporter(RunListener):
             "evaluating": describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
             if is_evaluating
             else "",
-            "evaluated": [same_set[-1].line for same_set in group_by_set(report.evaluations).values()],
+            "evaluated": [set_evaluations[-1].line for set_evaluations in group_by_set(report.evaluations).values()],
         }
 
     def _log(self, line: str) -> None:

@@ -53,15 +53,15 @@ class StartRecords(RunListener):
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
         self._path = run_dir / FILE
         self._earlier_starts = read(run_dir)
-        self._current = Start(version)
+        self._start = Start(version)
         self._elapsed_s = elapsed_s
         self._written_counts = (0, 0)
         self._write()
 
     def status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
-        self._current.losses, self._current.alarms = list(report.losses), list(report.alarms)
-        self._current.commands = dict(report.commands)
+        self._start.losses, self._start.alarms = list(report.losses), list(report.alarms)
+        self._start.commands = dict(report.commands)
         counts = len(report.steps), len(report.losses)
         if counts != self._written_counts:
             self._written_counts = counts
@@ -81,15 +81,15 @@ class StartRecords(RunListener):
             self._end(report, end)
 
     def _end(self, report: RunReport, end: str) -> None:
-        self._current.end, self._written_counts = end, (-1, -1)
+        self._start.end, self._written_counts = end, (-1, -1)
         if report.phases:
             phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
-            self._current.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
+            self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
         with contextlib.suppress(StoreError):  # how the run ended is more important
             self.status(report.snapshot, report)
 
     def _write(self) -> None:
-        text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._current)], indent=1) + "\n"
+        text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._start)], indent=1) + "\n"
         # Not flushed to disk, since that would slow each step; the file survives the end of this process anyway.
         with replacing(self._path, "free space or move runs_dir", flush=False) as tmp_path:
             tmp_path.write_text(text)

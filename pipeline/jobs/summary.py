@@ -127,8 +127,8 @@ def _compare_cost_model(config: RunConfig, report: RunReport) -> dict[str, Any]:
     differs from 1 by more than rollout.cost_tolerance.
     """
     ratio = report.fit.ratio_to(config.rollout.cost) if report.fit else None
-    drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
-    return {"measured_over_predicted": ratio, "drifted": drifted}
+    has_drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
+    return {"measured_over_predicted": ratio, "drifted": has_drifted}
 
 
 def make_diagnosis_entry(diagnosis: Diagnosis, run_dir: Path) -> dict[str, Any]:
@@ -142,19 +142,19 @@ def make_diagnosis_entry(diagnosis: Diagnosis, run_dir: Path) -> dict[str, Any]:
 
 def format_step(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:
     """Format a training step as one line. bottleneck: `Diagnosis.short`."""
-    failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
+    failures = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     details = (
         f"turns {step['turns_mean']:.1f}  environment {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
     )
     if details and (branches := step.get("branches", 0.0)):
         details += f"context forks {branches:.0f}  "
-    if details and (cached := step.get("cached_tokens", 0.0)):
-        details += f"prefix cache hits {cached / (cached + step['prefilled_tokens']):.0%}  "
-    if drafted := step.get("drafted_tokens", 0.0):
-        details += f"draft acceptance {step['accepted_tokens'] / drafted:.0%}  "
+    if details and (cached_tokens := step.get("cached_tokens", 0.0)):
+        details += f"prefix cache hits {cached_tokens / (cached_tokens + step['prefilled_tokens']):.0%}  "
+    if drafted_tokens := step.get("drafted_tokens", 0.0):
+        details += f"draft acceptance {step['accepted_tokens'] / drafted_tokens:.0%}  "
     return (
-        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
+        f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failures}  "
         f"length {step['response_mean']:.1f}  {details}"
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
         f"grad {step['grad_norm']:.2f}{dropped}  train {step['train_s']:.2f} s  trainer wait {step['wait_s']:.2f} s  "
@@ -182,10 +182,10 @@ def draw_summary(config: RunConfig, report: RunReport, path: Path) -> None:
     reward_axis.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP_METRICS["reward"].label)
     reward_axis.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
     colours = iter(EVALUATION_COLOURS)
-    for name, same_set in group_by_set(report.evaluations).items():
+    for name, set_evaluations in group_by_set(report.evaluations).items():
         colour = next(colours, EVALUATION_COLOURS[-1])
         for label, style in (("sampled", "o-"), ("greedy", "D--")):
-            evaluations = [e for e in same_set if getattr(e, label) is not None]
+            evaluations = [e for e in set_evaluations if getattr(e, label) is not None]
             if evaluations:
                 versions, means = [e.version for e in evaluations], [getattr(e, label) for e in evaluations]
                 errors = [getattr(e, f"{label}_stderr") or 0.0 for e in evaluations]

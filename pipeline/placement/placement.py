@@ -161,15 +161,15 @@ class _Occupancy:
     def of(cls, hosts: Sequence[Host], used_gpus: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
         visible: list[_VisibleDevices] = []
         for host in hosts:
-            free = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in used_gpus]
+            free_devices = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in used_gpus]
             by_devices: dict[frozenset[str], list[Process]] = {}
             for process in host.processes or ():
                 by_devices.setdefault(frozenset(process.devices), []).append(process)
             parts: list[tuple[list[_DeviceRoles], list[Process] | None]] = [
-                ([entry for entry in free if entry.device.uuid in uuids], processes)
+                ([entry for entry in free_devices if entry.device.uuid in uuids], processes)
                 for uuids, processes in by_devices.items()
             ]
-            for devices, processes in [(free, None)] if host.processes is None else parts:
+            for devices, processes in [(free_devices, None)] if host.processes is None else parts:
                 domains: dict[str, list[_DeviceRoles]] = {}
                 for entry in devices:
                     domains.setdefault(entry.device.link_domain, []).append(entry)
@@ -189,12 +189,14 @@ class _Occupancy:
         for role in roles:
             if role.name in to_keep:
                 self._keep(role, to_keep[role.name])
-        waiting = [role for role in roles if role.name not in self.assignments]
+        waiting_roles = [role for role in roles if role.name not in self.assignments]
         # The largest roles first: smaller ones can use what is left.
-        waiting.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
-        while waiting:
-            role = waiting.pop(0)
-            if not (self._place_on_devices(role, waiting, previous) if role.num_devices else self._place_light(role)):
+        waiting_roles.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
+        while waiting_roles:
+            role = waiting_roles.pop(0)
+            if not (
+                self._place_on_devices(role, waiting_roles, previous) if role.num_devices else self._place_light(role)
+            ):
                 return role
         return None
 
@@ -205,64 +207,64 @@ class _Occupancy:
                 self._assign(role, previous.host, (), _same(candidates, previous))
             return
         for visible in self.visible:
-            chosen = [entry for entry in visible.devices if entry.device.uuid in previous.devices]
+            devices = [entry for entry in visible.devices if entry.device.uuid in previous.devices]
             candidates = self._able(role, visible.host, visible.processes) if visible.host == previous.host else ()
-            if candidates and len(chosen) == len(previous.devices) == role.num_devices:
-                if all(entry.fits(role, share=self.share, turns=self.turns) for entry in chosen):
-                    chosen.sort(key=lambda entry: previous.devices.index(entry.device.uuid))
-                    self._assign(role, previous.host, chosen, _same(candidates, previous))
+            if candidates and len(devices) == len(previous.devices) == role.num_devices:
+                if all(entry.fits(role, share=self.share, turns=self.turns) for entry in devices):
+                    devices.sort(key=lambda entry: previous.devices.index(entry.device.uuid))
+                    self._assign(role, previous.host, devices, _same(candidates, previous))
                 return
 
     def _able(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
         """The free processes of a host that may have a role."""
         if processes is None:
             return (NAMELESS,)
-        free = self.free_processes.get(host) or ()
-        return [p for p in processes if p in free and (p.kinds is None or role.kind.value in p.kinds)]
+        free_processes = self.free_processes.get(host) or ()
+        return [p for p in processes if p in free_processes and (p.kinds is None or role.kind.value in p.kinds)]
 
     def _assign(self, role: Role, host: str, chosen: Sequence[_DeviceRoles], process: Process) -> None:
         for entry in chosen:
             entry.roles.append(role)
-        if (free := self.free_processes[host]) is not None:
-            free.remove(process)
+        if (free_processes := self.free_processes[host]) is not None:
+            free_processes.remove(process)
         self.num_ranks[host] += role.kind is RoleKind.RANK
         self.num_environments[host] += role.kind is RoleKind.ENVIRONMENT
         devices = tuple(entry.device.uuid for entry in chosen)
         self.assignments[role.name] = Assignment(host=host, devices=devices, process=process.name)
 
-    def _place_on_devices(self, role: Role, waiting: Sequence[Role], previous: Mapping[str, Assignment]) -> bool:
-        greater = [other.memory_bytes for other in waiting if other.memory_bytes > role.memory_bytes]
-        scarce_bytes = min(greater, default=0)
+    def _place_on_devices(self, role: Role, waiting_roles: Sequence[Role], previous: Mapping[str, Assignment]) -> bool:
+        greater_needs = [other.memory_bytes for other in waiting_roles if other.memory_bytes > role.memory_bytes]
+        scarce_bytes = min(greater_needs, default=0)
         previous_host = previous[role.name].host if role.name in previous else ""
-        loaded = {assignment.host for assignment in previous.values() if assignment.devices}
-        num_alike = 1 + sum(other.kind is role.kind for other in waiting)
+        loaded_hosts = {assignment.host for assignment in previous.values() if assignment.devices}
+        num_alike = 1 + sum(other.kind is role.kind for other in waiting_roles)
         order = {host.name: index for index, host in enumerate(self.hosts)}
         fitting_of = [
             [entry for entry in visible.devices if entry.fits(role, share=self.share, turns=self.turns)]
             for visible in self.visible
         ]
-        crowding = -1 if self.turns else 1  # negative: devices with other roles are preferred
+        sharing_cost = -1 if self.turns else 1  # negative: devices with other roles are preferred
         room = self._room(fitting_of)
         best: tuple[tuple[float, ...], str, list[_DeviceRoles], Process] | None = None
-        for visible, fitting in zip(self.visible, fitting_of, strict=True):
+        for visible, fitting_devices in zip(self.visible, fitting_of, strict=True):
             host = visible.host
-            if len(fitting) < role.num_devices or not (candidates := self._able(role, host, visible.processes)):
+            if len(fitting_devices) < role.num_devices or not (candidates := self._able(role, host, visible.processes)):
                 continue
-            num_free = room[host, fitting[0].device.link_domain]
-            chosen = _choose_devices(fitting, role.num_devices, scarce_bytes, crowding)
-            process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, chosen)))
+            num_free = room[host, fitting_devices[0].device.link_domain]
+            devices = _choose_devices(fitting_devices, role.num_devices, scarce_bytes, sharing_cost)
+            process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, devices)))
             key = (
-                crowding * sum(len(entry.roles) for entry in chosen),
-                _num_scarce(chosen, scarce_bytes),
+                sharing_cost * sum(len(entry.roles) for entry in devices),
+                _num_scarce(devices, scarce_bytes),
                 len(process.kinds or KINDS),
-                0 if host == previous_host else 1 if host in loaded else 2,
+                0 if host == previous_host else 1 if host in loaded_hosts else 2,
                 *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
                 num_free,
                 order[host],
-                _offset(process, chosen),
+                _offset(process, devices),
             )
             if best is None or key < best[0]:
-                best = key, host, chosen, process
+                best = key, host, devices, process
         if best is None:
             return False
         self._assign(role, *best[1:])
@@ -271,7 +273,7 @@ class _Occupancy:
     @staticmethod
     def _room(fitting_of: Iterable[Sequence[_DeviceRoles]]) -> Counter[tuple[str, str]]:
         """Number of these devices in each link domain of each host."""
-        distinct = {entry.device.uuid: entry for fitting in fitting_of for entry in fitting}
+        distinct = {entry.device.uuid: entry for fitting_devices in fitting_of for entry in fitting_devices}
         return Counter((entry.host, entry.device.link_domain) for entry in distinct.values())
 
     def _grouping(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
@@ -285,8 +287,8 @@ class _Occupancy:
         if not hosts:
             return False
         spread = role.kind is RoleKind.ENVIRONMENT
-        chosen = min(hosts, key=lambda host: (self.num_environments[host.name] if spread else 0, bool(host.devices)))
-        self._assign(role, chosen.name, (), min(candidates[chosen.name], key=lambda process: len(process.devices)))
+        host = min(hosts, key=lambda host: (self.num_environments[host.name] if spread else 0, bool(host.devices)))
+        self._assign(role, host.name, (), min(candidates[host.name], key=lambda process: len(process.devices)))
         return True
 
 
@@ -295,30 +297,30 @@ def _same(candidates: Sequence[Process], previous: Assignment) -> Process:
     return next((process for process in candidates if process.name == previous.process), candidates[0])
 
 
-def _offset(process: Process, chosen: Sequence[_DeviceRoles]) -> int:
+def _offset(process: Process, devices: Sequence[_DeviceRoles]) -> int:
     """Index of the first of these devices in a process's list. Each worker of dask-cuda sees all devices of its host,
     in an order of its own."""
-    return process.devices.index(chosen[0].device.uuid) if process.devices else 0
+    return process.devices.index(devices[0].device.uuid) if process.devices else 0
 
 
-def _num_scarce(chosen: Iterable[_DeviceRoles], scarce_bytes: int) -> int:
+def _num_scarce(devices: Iterable[_DeviceRoles], scarce_bytes: int) -> int:
     """Number of these devices whose memory is large enough for a waiting role that needs more than the present one."""
-    return sum(0 < scarce_bytes <= entry.device.memory_bytes for entry in chosen)
+    return sum(0 < scarce_bytes <= entry.device.memory_bytes for entry in devices)
 
 
 def _choose_devices(
-    fitting: Sequence[_DeviceRoles], count: int, scarce_bytes: int, crowding: int
+    fitting_devices: Sequence[_DeviceRoles], count: int, scarce_bytes: int, sharing_cost: int
 ) -> list[_DeviceRoles]:
-    """Choose `count` devices of one link domain: the least shared ones (the most shared ones if crowding is negative),
+    """Choose `count` devices of one link domain: the least shared (if sharing_cost < 0, the most shared),
     then those that no larger role needs, then those on one NUMA node, then the smallest."""
-    of_numa = Counter(entry.device.numa for entry in fitting)
+    of_numa = Counter(entry.device.numa for entry in fitting_devices)
 
     def key(entry: _DeviceRoles) -> tuple[int, ...]:
         size = of_numa[entry.device.numa]
         apart = (size < count, size, entry.device.numa)
-        return (crowding * len(entry.roles), _num_scarce([entry], scarce_bytes), *apart, entry.device.memory_bytes)
+        return (sharing_cost * len(entry.roles), _num_scarce([entry], scarce_bytes), *apart, entry.device.memory_bytes)
 
-    return sorted(fitting, key=key)[:count]
+    return sorted(fitting_devices, key=key)[:count]
 
 
 def _num_free(hosts: Sequence[Host], used_gpus: Mapping[str, str]) -> int:
@@ -332,18 +334,18 @@ def _explain(
     if not role.num_devices:
         return f"no worker process is left for {role.name}; start one more"
     counts = Counter[RoleKind]()
-    for each in roles:
-        counts[each.kind] += each.num_devices
+    for other in roles:
+        counts[other.kind] += other.num_devices
     parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
     parts += ", in turns" if turns else ""
     total, num_gpus = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
-    free = _num_free(hosts, used_gpus)
-    line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {num_gpus} are free"
-    present = {device.uuid for host in hosts for device in host.devices}
-    owners = Counter(owner for uuid, owner in used_gpus.items() if uuid in present)
+    num_free = _num_free(hosts, used_gpus)
+    line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {num_free} of {num_gpus} are free"
+    present_gpus = {device.uuid for host in hosts for device in host.devices}
+    owners = Counter(owner for uuid, owner in used_gpus.items() if uuid in present_gpus)
     if owners:
         line += ", " + ", ".join(f"{count} belong to {owner}" for owner, count in sorted(owners.items()))
-    if total > free:
+    if total > num_free:
         return line
     domains = Counter(
         (host.name, device.link_domain)

@@ -198,16 +198,16 @@ class DaskWorkers:
 
     def release_light_actor(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""
-        placed = self.placed.pop(name, None)
-        if placed is not None:
-            self.roles_by_worker[placed.worker].remove(placed.role)
-            placed.future.release()
+        actor = self.placed.pop(name, None)
+        if actor is not None:
+            self.roles_by_worker[actor.worker].remove(actor.role)
+            actor.future.release()
 
     async def release_shared(self, name: str) -> None:
         """Release a closed light actor, and let other runs have its process if nothing else runs there."""
         address = self.placed[name].address
         self.release_light_actor(name)
-        if self.shared and not any(placed.address == address for placed in self.placed.values()):
+        if self.shared and not any(actor.address == address for actor in self.placed.values()):
             await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
 
     def mark_lost(self, name: str) -> None:
@@ -226,9 +226,9 @@ class DaskWorkers:
 
     async def retire(self, name: str) -> None:
         """Release a closed actor, and let its process leave the cluster for good. Never raises."""
-        retiring = self.placed[name]
-        self.lost.add(retiring.address)
-        actors = [p for p in self.placed.values() if p.address == retiring.address]
+        actor = self.placed[name]
+        self.lost.add(actor.address)
+        actors = [p for p in self.placed.values() if p.address == actor.address]
         for other in actors:
             self.release_light_actor(other.name)
         # The scheduler keeps a worker while any handle of an actor on it exists, also handles in other actors that are
@@ -237,10 +237,10 @@ class DaskWorkers:
             await self.client.cancel([p.future for p in actors], force=True)
         for _ in range(MAX_RETIRE_ATTEMPTS):
             with contextlib.suppress(Exception):
-                if await self.client.retire_workers([retiring.address]):
+                if await self.client.retire_workers([actor.address]):
                     return
             await asyncio.sleep(1.0)
-        logger.warning("%s does not leave the cluster; the run does not use it any more", retiring.address)
+        logger.warning("%s does not leave the cluster; the run does not use it any more", actor.address)
 
     async def has_spare_worker(self, role: str) -> bool:
         """Whether there is a free worker for `role` that no other run waits for."""
@@ -253,8 +253,8 @@ class DaskWorkers:
             return bool(await job_registry.ask(self.client, "claim_gpus", **claim))
         async with self.choose_lock:
             workers = await self._workers()
-            claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
-            return bool(self._free(role, {a: w for a, w in workers.items() if a not in claimed}))
+            roles_by_address = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+            return bool(self._free(role, {a: w for a, w in workers.items() if a not in roles_by_address}))
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
@@ -271,8 +271,8 @@ class DaskWorkers:
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
-        claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
-        candidates = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
+        roles_by_address = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+        candidates = [(a, w) for a, w in workers.items() if role in roles_by_address.get(a, ())]
         if role in EXCLUSIVE_ROLES:
             candidates = [(a, w) for a, w in candidates if not self.roles_by_worker.get(str(w["name"]))]
             if self.on_gpus and not candidates:
@@ -281,8 +281,12 @@ class DaskWorkers:
                 candidates = [(a, w) for a, w in workers.items() if a == address]
                 if not candidates:
                     return None
-        free = candidates or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
-        for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
+        candidates_left = candidates or self._free(
+            role, {a: w for a, w in workers.items() if a not in roles_by_address or self._in_use(w)}
+        )
+        for address, worker in sorted(
+            candidates_left, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))
+        ):
             if await self._claim(address, role):
                 return str(worker["name"]), address, str(worker["host"])
         return None
@@ -290,17 +294,19 @@ class DaskWorkers:
     def _free(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
         """Return the free workers for a role for which the run has no claimed worker, as on a local cluster or after a
         loss."""
-        declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
-        capable = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
-        free = [(a, w) for a, w in capable.items() if not self._in_use(w)]
+        are_roles_declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
+        capable = {a: w for a, w in workers.items() if not are_roles_declared or w["resources"].get(role, 0) > 0}
+        candidates_left = [(a, w) for a, w in capable.items() if not self._in_use(w)]
         if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker if other runs use the cluster, or the heavy roles need the remaining workers.
             exclusive = [r for roles in self.roles_by_worker.values() for r in roles if r in EXCLUSIVE_ROLES]
-            num_needed = 0 if declared else self.num_heavy - len(exclusive)
-            if len(free) <= num_needed or (self.shared and not declared):
+            num_needed = 0 if are_roles_declared else self.num_heavy - len(exclusive)
+            if len(candidates_left) <= num_needed or (self.shared and not are_roles_declared):
                 with_roles = [(a, w, set(self.roles_by_worker.get(str(w["name"]), ()))) for a, w in capable.items()]
-                free = [(a, w) for a, w, roles in with_roles if roles and not roles & set(EXCLUSIVE_ROLES)] or free
-        return free
+                candidates_left = [
+                    (a, w) for a, w, roles in with_roles if roles and not roles & set(EXCLUSIVE_ROLES)
+                ] or candidates_left
+        return candidates_left
 
     def _num_roles(self, worker: Any) -> int:
         return len(self.roles_by_worker.get(str(worker["name"]), ()))

@@ -120,13 +120,13 @@ def context_without_main(context: Any) -> Any:
 def _patch_preparation_data() -> None:
     """Patch multiprocessing so that our processes do not import the caller's script. multiprocessing has no option for
     this. Objects from the script reach them pickled by value."""
-    original = spawn.get_preparation_data
-    if hasattr(original, "__wrapped__"):
+    get_preparation_data = spawn.get_preparation_data
+    if hasattr(get_preparation_data, "__wrapped__"):
         return
 
-    @functools.wraps(original)
+    @functools.wraps(get_preparation_data)
     def preparation_data(name: str) -> dict[str, Any]:
-        settings = original(name)
+        settings = get_preparation_data(name)
         return {
             k: v
             for k, v in settings.items()
@@ -238,14 +238,14 @@ def _sigint_deferred() -> Iterator[None]:
     """Defer a SIGINT received inside the block, by whichever thread, until it exits. Child processes inherit the
     blocked mask, until they ignore SIGINT as pipeline/processes/preloading.py does."""
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    deferred = []
+    pending_signals = []
     is_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
-    handler = signal.signal(signal.SIGINT, lambda *_: deferred.append(True)) if is_main_thread else None
+    handler = signal.signal(signal.SIGINT, lambda *_: pending_signals.append(True)) if is_main_thread else None
     try:
         yield
     finally:
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        if deferred:
+        if pending_signals:
             signal.raise_signal(signal.SIGINT)

@@ -82,9 +82,9 @@ def fit_steps(points: Sequence[StepPoint]) -> CostModelFit:
     """
     if len(points) < MIN_POINTS:
         raise ValueError(f"{len(points)} measured steps; at least {MIN_POINTS} are needed")
-    ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
-    held_out = ordered[HELD_OUT_PERIOD // 2 :: HELD_OUT_PERIOD]
-    train_points = [p for i, p in enumerate(ordered) if i % HELD_OUT_PERIOD != HELD_OUT_PERIOD // 2]
+    sorted_points = sorted(points, key=lambda p: (p.running, p.kv_tokens))
+    held_out = sorted_points[HELD_OUT_PERIOD // 2 :: HELD_OUT_PERIOD]
+    train_points = [p for i, p in enumerate(sorted_points) if i % HELD_OUT_PERIOD != HELD_OUT_PERIOD // 2]
     model, delay_s = _fit_best_border(train_points)
     errors = [abs(_predict_step_s(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
     return CostModelFit(
@@ -92,7 +92,7 @@ def fit_steps(points: Sequence[StepPoint]) -> CostModelFit:
         num_points=len(points),
         error_median=float(np.median(errors)),
         error_p90=float(np.quantile(errors, 0.9)),
-        running=(ordered[0].running, ordered[-1].running),
+        running=(sorted_points[0].running, sorted_points[-1].running),
         kv_tokens=(min(p.kv_tokens for p in points), max(p.kv_tokens for p in points)),
         delay_s=delay_s,
     )
@@ -112,16 +112,16 @@ def _fit_best_border(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
     for border in borders:
         is_flat = running <= border
         columns = [kv, np.where(is_flat, 0.0, running), is_flat.astype(float), (~is_flat).astype(float)]
-        k1, k3, floor, offset, *fitted = _solve_robust(np.stack([*columns, *extra_columns], axis=1), seconds)
+        k1, k3, floor, offset, *factors = _solve_robust(np.stack([*columns, *extra_columns], axis=1), seconds)
         if not is_flat.any():
             floor = 0.0
         if is_flat.all():
             offset = 0.0
         k4 = min(floor, offset) if is_flat.any() and not is_flat.all() else 0.0
-        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=fitted[0] if fitted else 0.0)
-        delay_s = fitted[1] if fitted else 0.0
-        predicted = np.array([_predict_step_s(model, delay_s, p) for p in points])
-        loss = float(_huber_loss((predicted - seconds) / seconds).sum())
+        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=factors[0] if factors else 0.0)
+        delay_s = factors[1] if factors else 0.0
+        predicted_s = np.array([_predict_step_s(model, delay_s, p) for p in points])
+        loss = float(_huber_loss((predicted_s - seconds) / seconds).sum())
         if best is None or loss < best[0] * (1 - 1e-9):
             best = loss, model, delay_s
     assert best is not None
@@ -160,14 +160,14 @@ def _solve_non_negative(design: Array, target: Array) -> Array:
     for size in range(1, len(nonzero) + 1):
         subsets = np.array(list(itertools.combinations(range(len(nonzero)), size)))
         columns = np.moveaxis(r[:, subsets], 1, 0)  # [subsets, rows, size]
-        solved = np.linalg.pinv(columns, rcond=SINGULAR_SHARE) @ projection
-        losses = np.square((columns @ solved[..., None])[..., 0] - projection).sum(axis=-1)
-        losses[(solved < 0).any(axis=-1)] = np.inf
+        solutions = np.linalg.pinv(columns, rcond=SINGULAR_SHARE) @ projection
+        losses = np.square((columns @ solutions[..., None])[..., 0] - projection).sum(axis=-1)
+        losses[(solutions < 0).any(axis=-1)] = np.inf
         if losses.min() < best_loss:
             lowest = int(losses.argmin())
             best, best_loss = np.zeros(len(norms)), float(losses[lowest])
-            chosen = nonzero[subsets[lowest]]
-            best[chosen] = solved[lowest] / norms[chosen]
+            indices = nonzero[subsets[lowest]]
+            best[indices] = solutions[lowest] / norms[indices]
     return best
 
 

@@ -96,9 +96,9 @@ class StepSamples:
             fit = replace(
                 fit, model=replace(fit.model, k4=MIN_FIXED_SHARE * float(rows[:, 2].sum() / rows[:, 3].sum()))
             )
-        computed, kv_tokens, seconds, steps, prefilled_tokens = rows.T
+        computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = rows.T
         predicted_s = (
-            fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled_tokens + fit.delay_s
+            fit.model.steps_s(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens + fit.delay_s
         )
         factor = float(seconds.sum() / predicted_s.sum())
         model = replace(fit.model.times(factor), verify_share=verify_share)
@@ -115,8 +115,8 @@ def _fit_reports(
     delay.
     """
     fit = fit_steps([replace(point, ended_responses=0.0) for point in _average(report_rows)])
-    computed, kv_tokens, seconds, steps, prefilled_tokens = response_rows.T
-    predicted_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
+    computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = response_rows.T
+    predicted_s = fit.model.steps_s(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
     delay_s = max(0.0, float((seconds - predicted_s).mean()))
     model = replace(fit.model, verify_share=verify_share)
     return replace(fit, model=model, delay_s=delay_s if delay_s <= MAX_DELAY_SHARE * seconds.mean() else 0.0)
@@ -149,9 +149,9 @@ def _average(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
 
 
 def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
-    computed, kv_tokens, seconds, steps, prefilled_tokens = rows.T
+    computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = rows.T
     return StepPoint(
-        running=max(1, round(float(np.average(computed, weights=seconds)))),
+        running=max(1, round(float(np.average(computed_tokens, weights=seconds)))),
         kv_tokens=float(np.average(kv_tokens, weights=seconds)),
         step_s=float(seconds.sum() / steps.sum()),
         prefilled_tokens=float(prefilled_tokens.sum() / steps.sum()),

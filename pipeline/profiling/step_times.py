@@ -43,7 +43,7 @@ class PeriodTimes:
 
     def add(self, other: PeriodTimes) -> None:
         """Add all seconds of another period."""
-        for name in (each.name for each in fields(PeriodTimes)):
+        for name in (f.name for f in fields(PeriodTimes)):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property

@@ -124,20 +124,20 @@ class TimeTracker:
     # -- time ----------------------------------------------------------------------------------------------------
 
     def _advance_to(self, now: float) -> None:
-        passed_s, self._now = max(0.0, now - self._now), max(now, self._now)
+        elapsed_s, self._now = max(0.0, now - self._now), max(now, self._now)
         fleet, num_instances = self._fleet_counts, max(1, self._fleet_counts.num_instances)
         times = self._step.training if self._training else self._step.waiting
-        times.total_s += passed_s
+        times.total_s += elapsed_s
         num_sampling = fleet.num_running + len(self._queued)
-        times.scoring_s += passed_s * (0 < len(self._scoring) >= num_sampling + len(self._in_environment))
+        times.scoring_s += elapsed_s * (0 < len(self._scoring) >= num_sampling + len(self._in_environment))
         environments_dominate = 0 < len(self._in_environment) >= num_sampling + len(self._scoring)
-        times.environment_s += passed_s * environments_dominate
-        times.environment_trajectory_seconds += passed_s * environments_dominate * len(self._in_environment)
-        times.at_max_running_s += passed_s * fleet.num_full / num_instances
-        times.out_of_memory_s += passed_s * (fleet.num_out_of_memory / num_instances if self._queued else 0.0)
-        times.pull_s += passed_s * fleet.num_pulling / num_instances
-        times.trajectory_seconds += passed_s * fleet.num_running / num_instances
-        times.kv_token_seconds += passed_s * fleet.kv_tokens / num_instances
+        times.environment_s += elapsed_s * environments_dominate
+        times.environment_trajectory_seconds += elapsed_s * environments_dominate * len(self._in_environment)
+        times.at_max_running_s += elapsed_s * fleet.num_full / num_instances
+        times.out_of_memory_s += elapsed_s * (fleet.num_out_of_memory / num_instances if self._queued else 0.0)
+        times.pull_s += elapsed_s * fleet.num_pulling / num_instances
+        times.trajectory_seconds += elapsed_s * fleet.num_running / num_instances
+        times.kv_token_seconds += elapsed_s * fleet.kv_tokens / num_instances
 
     # -- events and commands -------------------------------------------------------------------------------------
 
@@ -180,8 +180,10 @@ class TimeTracker:
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case events.TrajectoryFailed():
-                failed_on = self._instance_of.get(event.trajectory)
-                delivered_tokens = 0 if failed_on is None else failed_on.running[event.trajectory].delivered_tokens
+                failed_instance = self._instance_of.get(event.trajectory)
+                delivered_tokens = (
+                    0 if failed_instance is None else failed_instance.running[event.trajectory].delivered_tokens
+                )
                 if self._remove_from_instance(event.trajectory, event.route_number, None):
                     self._tokens[event.trajectory] = delivered_tokens
                     self._queued.add(event.trajectory)
@@ -291,7 +293,7 @@ class TimeTracker:
         self,
         trajectory: TrajectoryId,
         route_number: int | None,
-        sampled: events.TrajectorySampled | events.TrajectoryInterrupted | None,
+        event: events.TrajectorySampled | events.TrajectoryInterrupted | None,
     ) -> bool:
         """Remove a trajectory from its instance, and add a sample if its tokens are known.
 
@@ -306,23 +308,23 @@ class TimeTracker:
         instance.kv_tokens -= state.prompt_tokens + instance.estimate_tokens(state)
         del self._instance_of[trajectory]
         self._fleet_counts.add(instance, 1)
-        if sampled is not None and sampled.tokens > state.tokens_at_route:
-            self._add_response_sample(instance, state, sampled, for_evaluation=is_evaluation(trajectory))
+        if event is not None and event.tokens > state.tokens_at_route:
+            self._add_response_sample(instance, state, event, for_evaluation=is_evaluation(trajectory))
         return True
 
     def _add_response_sample(
         self,
         instance: TrackedInstance,
         state: RunningTrajectory,
-        sampled: events.TrajectorySampled | events.TrajectoryInterrupted,
+        event: events.TrajectorySampled | events.TrajectoryInterrupted,
         *,
         for_evaluation: bool,
     ) -> None:
-        tokens = sampled.tokens - state.tokens_at_route
-        steps = max(1, tokens - sampled.accepted_tokens)
-        self._sampled_draft_stats.add_steps(steps, sampled.drafted_tokens, sampled.accepted_tokens)
-        passed_s = self._now - state.routed_s
-        seconds = passed_s - (instance.pull_s - state.pull_s)
+        tokens = event.tokens - state.tokens_at_route
+        steps = max(1, tokens - event.accepted_tokens)
+        self._sampled_draft_stats.add_steps(steps, event.drafted_tokens, event.accepted_tokens)
+        elapsed_s = self._now - state.routed_s
+        seconds = elapsed_s - (instance.pull_s - state.pull_s)
         self._step.tokens += 0 if for_evaluation else tokens
         if seconds <= 0:
             return
@@ -333,18 +335,20 @@ class TimeTracker:
             else instance.token_s + TOKEN_S_WEIGHT * (token_s - instance.token_s)
         )
         running, kv_tokens = (
-            (instance.trajectory_seconds - state.trajectory_seconds) / passed_s,
-            (instance.kv_token_seconds - state.kv_token_seconds) / passed_s,
+            (instance.trajectory_seconds - state.trajectory_seconds) / elapsed_s,
+            (instance.kv_token_seconds - state.kv_token_seconds) / elapsed_s,
         )
-        computed = running * (
-            1.0 + self._cost_model.verify_share * sampled.drafted_tokens / steps
+        computed_tokens = running * (
+            1.0 + self._cost_model.verify_share * event.drafted_tokens / steps
         )  # assumes that the other requests have equally long drafts
         speed = self._step.speeds.setdefault(instance.name, InstanceSpeed())
         speed.measured_s += seconds
-        speed.expected_s += self._cost_model.mean_step_s(computed, kv_tokens) * steps
+        speed.expected_s += self._cost_model.mean_step_s(computed_tokens, kv_tokens) * steps
         speed.num_responses += 1
         prefilled_tokens = instance.prefilled_tokens - state.prefilled_tokens
-        self._samples.add_response(StepSample(computed, kv_tokens, seconds, steps, prefilled_tokens, instance.name))
+        self._samples.add_response(
+            StepSample(computed_tokens, kv_tokens, seconds, steps, prefilled_tokens, instance.name)
+        )
 
     def _apply_report(self, event: events.InstanceReported) -> None:
         instance = self._instances.get(event.instance)
@@ -381,7 +385,7 @@ class TimeTracker:
             self._reported_draft_stats.add_steps(
                 stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens
             )
-        passed_s, sampled_tokens = sums.updated_s - previous.updated_s, stats.tokens - stats.accepted_tokens
+        elapsed_s, sampled_tokens = sums.updated_s - previous.updated_s, stats.tokens - stats.accepted_tokens
         trajectory_seconds, kv_token_seconds = (
             sums.trajectory_seconds - previous.trajectory_seconds,
             sums.kv_token_seconds - previous.kv_token_seconds,
@@ -389,18 +393,18 @@ class TimeTracker:
         if (
             previous.num_pulls != sums.num_pulls
             or instance.is_pulling
-            or stats.seconds < MIN_BUSY_SHARE * passed_s
-            or not passed_s
+            or stats.seconds < MIN_BUSY_SHARE * elapsed_s
+            or not elapsed_s
         ):
             return
-        running = trajectory_seconds / passed_s
+        running = trajectory_seconds / elapsed_s
         if sampled_tokens >= MIN_STEPS * running > 0:
-            computed = running * (1.0 + self._cost_model.verify_share * stats.drafted_tokens / sampled_tokens)
+            computed_tokens = running * (1.0 + self._cost_model.verify_share * stats.drafted_tokens / sampled_tokens)
             prefilled_tokens = sums.prefilled_tokens - previous.prefilled_tokens
             self._samples.add_report(
                 StepSample(
-                    computed,
-                    kv_token_seconds / passed_s,
+                    computed_tokens,
+                    kv_token_seconds / elapsed_s,
                     stats.seconds,
                     sampled_tokens / running,
                     prefilled_tokens,

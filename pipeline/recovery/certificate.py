@@ -83,16 +83,16 @@ def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
         ConfigError: There is no signature, no such file, or no ssh-keygen.
         StoreError: None of these keys signed this certificate.
     """
-    signed, signature = checkpoint / FILE, checkpoint / SIGNATURE
+    certificate_file, signature = checkpoint / FILE, checkpoint / SIGNATURE
     sign = f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"
-    for file, remedy in ((signed, ""), (signature, sign), (allowed_signers, "")):
+    for file, remedy in ((certificate_file, ""), (signature, sign), (allowed_signers, "")):
         if not file.is_file():
             raise ConfigError(f"{file}: no such file" + (f"; {remedy}" if remedy else ""))
     key = ("-f", str(allowed_signers), "-s", str(signature))
     with raised_as(ConfigError, "ssh-keygen", OSError, remedy="install OpenSSH", describe=strerror):
         principals = _ssh_keygen(b"", "find-principals", *key)
         principal = next(iter(principals.stdout.decode(errors="replace").splitlines()), "")
-        verification = _ssh_keygen(signed.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
+        verification = _ssh_keygen(certificate_file.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
     if not principal or principals.returncode or verification.returncode:
         raise StoreError(f"{signature}: no key of {allowed_signers} signed this {FILE}; it may have been changed")
     return principal

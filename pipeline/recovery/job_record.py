@@ -32,8 +32,10 @@ DEFAULT_RECORD: dict[str, Any] = {
 
 def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Update a job's record and append lines to its log. changes: new values by key. Raises StoreError."""
-    previous = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
-    record = previous | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
+    previous_record = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
+    record = (
+        previous_record | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
+    )
     with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=DISK_REMEDY, describe=strerror):
         if lines:
             with (run_dir / LOG).open("a", encoding="utf-8") as file:
@@ -60,21 +62,21 @@ async def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]
     lock."""
     num_lines = num_polls = 0
     while True:
-        ended = read(run_dir)["state"] in ENDED or (num_polls % LOCK_CHECK_EVERY == 0 and not is_locked(run_dir))
+        has_ended = read(run_dir)["state"] in ENDED or (num_polls % LOCK_CHECK_EVERY == 0 and not is_locked(run_dir))
         num_polls += 1
         lines = log_lines(run_dir, num_lines)
         num_lines += len(lines)
         for line in lines:
             yield line
-        if not follow or ended:
+        if not follow or has_ended:
             return
         await asyncio.sleep(POLL_S)
 
 
-def log_lines(run_dir: Path, after: int = 0) -> list[str]:
-    """Return the complete lines of the log from index `after` on."""
+def log_lines(run_dir: Path, start: int = 0) -> list[str]:
+    """Return the complete lines of the log from index `start` on."""
     try:
         text = (run_dir / LOG).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return text.split("\n")[after:-1]
+    return text.split("\n")[start:-1]

@@ -151,16 +151,16 @@ def _refuse_lost_store(run_dir: Path) -> None:
 def check_header(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was created with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
-    fixed = (
+    fixed_values = (
         ("staleness.eta", job.eta, header.eta),
         ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
         ("batch.group_size", job.group_size, header.group_size),
         ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
     )
-    for key, requested, stored in fixed:
-        if requested != stored:
+    for key, job_value, stored in fixed_values:
+        if job_value != stored:
             raise ConfigError(
-                f"{config.run_dir}: {key} = {requested} in config.toml, {stored} in the store, which another job "
+                f"{config.run_dir}: {key} = {job_value} in config.toml, {stored} in the store, which another job "
                 "created; restore that job's config.toml"
             )
 
@@ -200,8 +200,8 @@ def prepare(config: RunConfig) -> Resumption:
 
 def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
     """Return the paths (job file, recorded events) of each start of the run, oldest first."""
-    earlier = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
-    return [*earlier, (run_dir / "config.toml", run_dir / "events.jsonl")]
+    starts = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
+    return [*starts, (run_dir / "config.toml", run_dir / "events.jsonl")]
 
 
 def _numbers(run_dir: Path) -> list[int]:

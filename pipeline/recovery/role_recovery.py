@@ -49,7 +49,7 @@ class Roles(Protocol):
 
     async def ask_once(self, name: str, method: str, *args: Any) -> Any: ...
 
-    def record_loss(self, name: str, lost: ActorLost) -> None: ...
+    def record_loss(self, name: str, loss_error: ActorLost) -> None: ...
 
     async def place_server(self, *, resumed: bool) -> PlacedActor: ...
 
@@ -111,25 +111,25 @@ class RoleRecovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def wait_until_restored(self, lost: ActorLost, called_s: float) -> None:
+    async def wait_until_restored(self, loss_error: ActorLost, called_s: float) -> None:
         """Wait until an actor that a call found lost is restored. called_s: time of the call.
 
         Raises:
-            ActorLost: Restoring failed, or `lost` itself if the actor cannot be restored. Also during the run's start,
-                when another attempt would miss its deadline again.
+            ActorLost: Restoring failed, or `loss_error` itself if the actor cannot be restored. Also during the run's
+                start, when another attempt would miss its deadline again.
         """
-        role = role_of(lost.actor)
+        role = role_of(loss_error.actor)
         if role not in ("trainer", "server") or not self._is_started:
-            raise lost
-        if isinstance(lost, ActorSilent) and not self._actors.trained_fingerprints:
-            raise lost
+            raise loss_error
+        if isinstance(loss_error, ActorSilent) and not self._actors.trained_fingerprints:
+            raise loss_error
         if role in self._failed:
             raise self._failed[role]
         if self._restored_s.get(role, -1.0) >= called_s:
             return
         task = self._restorations.get(role)
         if task is None:
-            task = self._restorations[role] = asyncio.ensure_future(self._restore(role, lost))
+            task = self._restorations[role] = asyncio.ensure_future(self._restore(role, loss_error))
             task.add_done_callback(lambda task: self._record_end(role, task))
         await asyncio.shield(task)
 
@@ -142,27 +142,28 @@ class RoleRecovery:
         else:
             self._failed[role] = error
 
-    async def _restore(self, role: str, lost: ActorLost) -> None:
-        """Place a role again until it is restored. Raises ActorLost if it cannot be. lost: the loss of its actor."""
+    async def _restore(self, role: str, loss_error: ActorLost) -> None:
+        """Place a role again until it is restored. Raises ActorLost if it cannot be. loss_error: the loss of its
+        actor."""
         while True:
             resume_point = self._newest_resume_point(max(self._actors.trained_fingerprints, default=PolicyVersion(0)))
             if role == "trainer" and resume_point is None:
-                raise lost
-            self._actors.record_loss(role, lost)
+                raise loss_error
+            self._actors.record_loss(role, loss_error)
             try:
                 if role == "trainer":
                     await self._restore_trainer(resume_point or PolicyVersion(0))
                 else:
-                    placed = await self._actors.place_server(resumed=True)
+                    actor = await self._actors.place_server(resumed=True)
                     await self._actors.ask_once("server", "set_clock", self._actors.clock.elapsed_s)
-                    logger.warning("the trajectory server is restored on %s with its store and spool", placed.address)
+                    logger.warning("the trajectory server is restored on %s with its store and spool", actor.address)
                 return
             except NoFreeWorker as error:
-                raise ActorLost(f"{lost}; {error}", role) from error
+                raise ActorLost(f"{loss_error}; {error}", role) from error
             except ActorLost as next_loss:
                 if role_of(next_loss.actor) != role:
                     raise
-                lost = next_loss
+                loss_error = next_loss
 
     def _newest_resume_point(self, version: PolicyVersion) -> PolicyVersion | None:
         """Return the version of the newest complete resume point up to `version`, 0 for the base model. None if the run
@@ -175,14 +176,14 @@ class RoleRecovery:
         """Place a trainer that repeats the steps after the resume point. If no version was published yet, the run's
         start continues with the new trainer."""
         actors = self._actors
-        placed = await actors.place_trainer()
+        actor = await actors.place_trainer()
         if not actors.trained_fingerprints:
-            logger.warning("the trainer starts again, on %s", placed.address)
+            logger.warning("the trainer starts again, on %s", actor.address)
             return
         version = max(actors.trained_fingerprints)
         logger.warning(
             "the trainer is restored on %s with version %d from its resume point%s",
-            placed.address,
+            actor.address,
             resume_point,
             f"; it repeats steps {resume_point} to {version - 1}" if resume_point < version else "",
         )

@@ -47,9 +47,9 @@ def compress(part: Path) -> None:
         with (
             replacing(part.with_name(f"{part.name}.gz"), "it stays uncompressed") as target,
             part.open("rb") as source,
-            gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as packed,
+            gzip.open(target, "wb", compresslevel=GZIP_LEVEL) as compressed_file,
         ):
-            shutil.copyfileobj(source, packed, COPY_BYTES)
+            shutil.copyfileobj(source, compressed_file, COPY_BYTES)
         part.unlink()
     except (StoreError, OSError) as error:
         logger.warning("%s", error)

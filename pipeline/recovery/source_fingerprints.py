@@ -29,7 +29,7 @@ PARTS = ("reward", "data", "template")
 FILE = "fingerprints.json"
 DIGITS = 12
 """Hex digits of a hash, the first of a SHA-256: 48 bits are enough for a few values."""
-Facts = dict[str, str]
+Inputs = dict[str, str]
 """Inputs of a fingerprint by name: values, or hashes of values."""
 
 
@@ -37,10 +37,10 @@ Facts = dict[str, str]
 class Fingerprints:
     """Fingerprints of one start of a run; empty for an emulated run."""
 
-    reward: Facts
-    data: Facts
-    template: Facts
-    sets: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    reward: Inputs
+    data: Inputs
+    template: Inputs
+    sets: dict[str, dict[str, Inputs]] = field(default_factory=dict)
     """Inputs of the reward and the data of each set in [evaluation.sets], by its name."""
 
     def digests(self, name: str = HELD_OUT) -> dict[str, str]:
@@ -59,10 +59,10 @@ def compute(config: RunConfig) -> Fingerprints:
         return _compute_for_sources(config)
     task = config.task
     source = _source_inputs(task.source, task.options, config.seed)
-    verifier: Facts = {} if config.reward.parts else _reward_inputs(config.reward.function, task.source, source)
+    reward_inputs: Inputs = {} if config.reward.parts else _reward_inputs(config.reward.function, task.source, source)
     for name, part in config.reward.parts.items():
         inputs = _reward_inputs(part.function, task.source, source) | {"reward.weight": f"{part.weight:g}"}
-        verifier |= {f"{name}'s {key.removeprefix('reward.')}": value for key, value in inputs.items()}
+        reward_inputs |= {f"{name}'s {key.removeprefix('reward.')}": value for key, value in inputs.items()}
     if task.columns != Columns():
         source["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
     if task.eval_source:
@@ -79,7 +79,7 @@ def compute(config: RunConfig) -> Fingerprints:
     if task.chat:
         template["chat template"] = _chat_template(config.model.path)
     pattern = {"task.answer_pattern": task.answer_pattern}
-    sets: dict[str, dict[str, Facts]] = {}
+    sets: dict[str, dict[str, Inputs]] = {}
     for name, evaluation_set in config.evaluation.sets.items():
         other_inputs = source
         if evaluation_set.source:
@@ -88,21 +88,21 @@ def compute(config: RunConfig) -> Fingerprints:
                 other_inputs["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
         reward = _reward_inputs(evaluation_set.reward, evaluation_set.source or task.source, other_inputs)
         sets[name] = {"reward": reward | pattern, "data": other_inputs}
-    return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
+    return Fingerprints(reward=reward_inputs | pattern, data=source, template=template, sets=sets)
 
 
 def _compute_for_sources(config: RunConfig) -> Fingerprints:
     """Compute fingerprints of a job with several task sources: those of each, with the source's name as prefix."""
-    combined = Fingerprints(reward={}, data={}, template={})
+    result = Fingerprints(reward={}, data={}, template={})
     for name, job in config.jobs_by_source.items():
         fingerprints = compute(job)
         for part in PARTS:
-            getattr(combined, part).update(
+            getattr(result, part).update(
                 {f"{name}: {key}": value for key, value in getattr(fingerprints, part).items()}
             )
-        combined.sets.update(fingerprints.sets)
-        combined.sets[name] = {"reward": fingerprints.reward, "data": fingerprints.data}
-    return combined
+        result.sets.update(fingerprints.sets)
+        result.sets[name] = {"reward": fingerprints.reward, "data": fingerprints.data}
+    return result
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
@@ -145,41 +145,41 @@ def _set_prefix(name: str) -> str:
     return f"evaluation.sets.{name}: "
 
 
-def _differences(subject: str, before: Mapping[str, str], inputs: Mapping[str, str]) -> list[str]:
+def _differences(subject: str, previous_inputs: Mapping[str, str], inputs: Mapping[str, str]) -> list[str]:
     return [
-        f"{subject} changed since the run began: {key} was {before.get(key, 'absent')!r}, is "
+        f"{subject} changed since the run began: {key} was {previous_inputs.get(key, 'absent')!r}, is "
         f"{inputs.get(key, 'absent')!r}"
-        for key in sorted({*before, *inputs})
-        if before.get(key) != inputs.get(key)
+        for key in sorted({*previous_inputs, *inputs})
+        if previous_inputs.get(key) != inputs.get(key)
     ]
 
 
-def _source_inputs(source: str, options: Mapping[str, Any], seed: int) -> Facts:
-    kind, path = data_file(source)
-    known = kind_of(source)
-    if known is not None and known.name_is_path and path is not None:
-        return {"task.source": kind, "file": _hash_path(path)}
+def _source_inputs(source: str, options: Mapping[str, Any], seed: int) -> Inputs:
+    kind_name, path = data_file(source)
+    source_kind = kind_of(source)
+    if source_kind is not None and source_kind.name_is_path and path is not None:
+        return {"task.source": kind_name, "file": _hash_path(path)}
     options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
-    if kind:
-        reference = source if path is None else kind
+    if kind_name:
+        reference = source if path is None else kind_name
         return {"task.source": reference, **options_facts} | ({} if path is None else {"file": _hash_path(path)})
-    seeded = {**options_facts, "seed": str(seed)}
-    if known is not None and known.type is SourceType.PROCEDURAL:
-        packages = (package.replace("_", "-") for package in known.packages)
-        return {"task.source": source, **seeded} | {f"package {name}": _package_version(name) for name in packages}
-    return {"task.source": _portable_name(source), **seeded, "code": _code_hash(source)}
+    seed_facts = {**options_facts, "seed": str(seed)}
+    if source_kind is not None and source_kind.type is SourceType.PROCEDURAL:
+        packages = (package.replace("_", "-") for package in source_kind.packages)
+        return {"task.source": source, **seed_facts} | {f"package {name}": _package_version(name) for name in packages}
+    return {"task.source": _portable_name(source), **seed_facts, "code": _code_hash(source)}
 
 
-def _reward_inputs(function: str, reference: str, source: Facts) -> Facts:
+def _reward_inputs(function: str, reference: str, source: Inputs) -> Inputs:
     """Return the inputs of a reward function. reference: name of the task source. source: inputs of that source."""
     if function == "task":
-        verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
+        reward_inputs = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
         package = {"package staleflow": _package_version("staleflow")} if data_file(reference)[0] else {}
-        return {"reward.function": function} | verifier | package
+        return {"reward.function": function} | reward_inputs | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _package_version("math-verify")}
-    if (point := extensions.entry_points_of(reward_functions.GROUP).get(function)) is not None:
-        return {"reward.function": function, "package": extensions.package_of(point)}
+    if (entry_point := extensions.entry_points_of(reward_functions.GROUP).get(function)) is not None:
+        return {"reward.function": function, "package": extensions.package_of(entry_point)}
     return {"reward.function": _portable_name(function), "code": _code_hash(function)}
 
 

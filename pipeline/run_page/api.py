@@ -54,48 +54,48 @@ class RunApi:
 
     def run(self, branch: str) -> dict[str, Any]:
         """Facts about the run as a whole."""
-        config, stored = self._reader.config, self._reader.read_snapshot(branch)
+        config, snapshot = self._reader.config, self._reader.read_snapshot(branch)
         evaluations = self._reader.evaluations()
         state = self._reader.state()
         summary = self._reader.summary() if state != "running" else {}
-        ended = stored.records[-1].ledger.num_ended if stored and stored.records else {}
+        num_ended = snapshot.records[-1].ledger.num_ended if snapshot and snapshot.records else {}
         return {
             "name": config.name,
             "folder": str(self._reader.run_dir),
             "other": self._other and {"name": _other_name(config, self._other), "folder": str(self._other.run_dir)},
             "state": state,
             "steps": config.steps,
-            "num_steps": len(stored.steps) if stored else 0,
-            "snapshot": stored.store.snapshot if stored else "",
+            "num_steps": len(snapshot.steps) if snapshot else 0,
+            "snapshot": snapshot.store.snapshot if snapshot else "",
             "eta": config.staleness.eta,
             "admission": config.staleness.admission.name,
             "model": config.model.path if not config.emulated else "emulated",
             "groups_per_step": config.batch.groups_per_step,
             "group_size": config.batch.group_size,
-            "branches": [MAIN, *sorted(stored.store.branches())] if stored else [MAIN],
-            "ended": {in_words(key): count for key, count in ended.items()},
-            "in_flight": stored.records[-1].ledger.num_live if stored and stored.records else 0,
+            "branches": [MAIN, *sorted(snapshot.store.branches())] if snapshot else [MAIN],
+            "ended": {in_words(key): count for key, count in num_ended.items()},
+            "in_flight": snapshot.records[-1].ledger.num_live if snapshot and snapshot.records else 0,
             "evaluations": [_shown(evaluation) for evaluation in evaluations],
             "notes": [
                 *summary_notes(summary),
-                *_source_lines(config, stored),
-                *(stored.weight_lines if stored and "weights" not in summary else ()),
+                *_source_lines(config, snapshot),
+                *(snapshot.weight_lines if snapshot and "weights" not in summary else ()),
                 *explain_not_comparable(evaluations),
             ],
-            "many_turns": any_many_turns(stored.records) if stored else False,
-            "charts": [chart.plain() for chart in charts(stored.records if stored else (), [*config.task.sources])],
+            "many_turns": any_many_turns(snapshot.records) if snapshot else False,
+            "charts": [chart.plain() for chart in charts(snapshot.records if snapshot else (), [*config.task.sources])],
         }
 
     def steps(self, branch: str, first: int, *, other: bool = False) -> dict[str, Any]:
         """Values of the charts for the steps from index `first` on. other: whether of the second run's main branch."""
         if other:
-            stored = self._other.read_snapshot() if self._other else None
-            return series(stored.records if stored else (), max(0, first))
-        stored = self._need(branch)
+            snapshot = self._other.read_snapshot() if self._other else None
+            return series(snapshot.records if snapshot else (), max(0, first))
+        snapshot = self._need(branch)
         return {
-            "snapshot": stored.store.snapshot,
+            "snapshot": snapshot.store.snapshot,
             "state": self._reader.state(),
-            **series(stored.records, max(0, first)),
+            **series(snapshot.records, max(0, first)),
         }
 
     def settings(self) -> dict[str, Any]:
@@ -128,32 +128,32 @@ class RunApi:
 
     def audit(self) -> dict[str, Any]:
         """Audit the stored main branch of the run. One audit runs at a time."""
-        stored = self._need(MAIN)
-        if stored.store.summary().num_tokens > AUDITED_TOKENS:
+        snapshot = self._need(MAIN)
+        if snapshot.store.summary().num_tokens > AUDITED_TOKENS:
             raise ConfigError(
                 f"the store has more tokens than a page audits ({AUDITED_TOKENS:,}); use staleflow store audit "
                 f"{self._reader.run_dir}"
             )
         with self._auditing:
-            report = audit(stored.store)
+            report = audit(snapshot.store)
         return {"verdict": report.verdict, "proves": report.proves, "lines": report.lines}
 
     def groups(self, branch: str, step: int, where: str, order: str, page: int) -> dict[str, Any]:
         """A page of the groups a step trained on, with all their members."""
-        stored = self._need(branch)
-        record = next((r for r in stored.steps if r.step == step), None)
+        snapshot = self._need(branch)
+        record = next((r for r in snapshot.steps if r.step == step), None)
         if record is None:
-            raise ConfigError(f"step {step} is not stored; there are {len(stored.steps)} steps, counted from 0")
-        page_of_rows = listing.groups_of_step(stored.columns, step, where, order, page)
+            raise ConfigError(f"step {step} is not stored; there are {len(snapshot.steps)} steps, counted from 0")
+        page_of_rows = listing.groups_of_step(snapshot.columns, step, where, order, page)
         return {
             "step": step,
-            "num_steps": len(stored.steps),
+            "num_steps": len(snapshot.steps),
             "metrics": plain(record.metrics),
             "page": page_of_rows.page,
             "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
             "note": self._reader.token_ids_note,
-            "groups": self._groups(stored, page_of_rows.items, where),
+            "groups": self._groups(snapshot, page_of_rows.items, where),
         }
 
     def batch(self, branch: str, step: int) -> dict[str, Any]:
@@ -173,17 +173,17 @@ class RunApi:
 
     def group(self, branch: str, group: int) -> dict[str, Any]:
         """One group with all its members."""
-        stored = self._need(branch)
-        if not (stored.columns["group"] == group).any():
+        snapshot = self._need(branch)
+        if not (snapshot.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
-        return {"note": self._reader.token_ids_note, "groups": self._groups(stored, np.asarray([group]), "")}
+        return {"note": self._reader.token_ids_note, "groups": self._groups(snapshot, np.asarray([group]), "")}
 
-    def _groups(self, stored: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
-        matching = listing.selection_mask(stored.columns, where)
-        positions_by_group = listing.members(stored.columns, ids)
-        wanted = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
-        rows = dict(zip(wanted, stored.store.at_positions(wanted), strict=True))
-        limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
+    def _groups(self, snapshot: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
+        matching_mask = listing.selection_mask(snapshot.columns, where)
+        positions_by_group = listing.members(snapshot.columns, ids)
+        all_positions = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
+        rows = dict(zip(all_positions, snapshot.store.at_positions(all_positions), strict=True))
+        limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(rows))))
         groups = []
         for id, positions in positions_by_group.items():
             page_rows = [rows[position] for position in positions.tolist()]
@@ -195,7 +195,7 @@ class RunApi:
                     "prompt": self._reader.detokenizer.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
                     "prompt_cut": len(prompt) > TEXT_SHOWN,
                     "members": [
-                        {**self._member(row, limit), "matches": bool(matching[position])}
+                        {**self._member(row, limit), "matches": bool(matching_mask[position])}
                         for position, row in zip(positions.tolist(), page_rows, strict=True)
                     ],
                 }
@@ -235,26 +235,26 @@ class RunApi:
 
     def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
         """A page of trajectories, as values of columns."""
-        stored = self._need(branch)
-        page_of_rows = listing.trajectories(stored.columns, where, sort, page)
-        columns = {name: column[page_of_rows.items].tolist() for name, column in stored.columns.items()}
+        snapshot = self._need(branch)
+        page_of_rows = listing.trajectories(snapshot.columns, where, sort, page)
+        columns = {name: column[page_of_rows.items].tolist() for name, column in snapshot.columns.items()}
         return {
             "page": page_of_rows.page,
             "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
-            "stored": len(stored.columns["trajectory"]),
+            "stored": len(snapshot.columns["trajectory"]),
             "columns": {name: [_plain(value) for value in values] for name, values in columns.items()},
-            "names": {name: column.dtype.kind for name, column in stored.columns.items()},
+            "names": {name: column.dtype.kind for name, column in snapshot.columns.items()},
         }
 
     def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
         """The beginnings of some trajectories' prompts and responses, by id."""
-        stored = self._need(branch)
+        snapshot = self._need(branch)
         positions = sorted(
-            stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
+            snapshot.position(id) for id in ids[: listing.ROWS_PER_PAGE]
         )  # adjacent ones are read together
         texts_by_trajectory = {}
-        for row in stored.store.at_positions(positions):
+        for row in snapshot.store.at_positions(positions):
             if isinstance(row, UnreadableRow):
                 texts_by_trajectory[int(row.trajectory)] = {"damaged": row.error}
                 continue
@@ -268,20 +268,20 @@ class RunApi:
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
         """Histograms of a column over the selected trajectories, trained and dropped, and how these differ in the whole
         run."""
-        stored = self._need(branch)
-        columns = stored.columns
+        snapshot = self._need(branch)
+        columns = snapshot.columns
         return {
             **listing.distribution(columns, where, column),
             "by_fate": listing.by_fate(columns, where),
-            "bias": stored.bias,
+            "bias": snapshot.bias,
         }
 
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
         """One trajectory with its tokens, the ids of its group's other members, and its marks in the journal."""
-        stored = self._need(branch)
-        position = stored.position(id)
-        (row,) = stored.store.at_positions([position])
-        columns = stored.columns
+        snapshot = self._need(branch)
+        position = snapshot.position(id)
+        (row,) = snapshot.store.at_positions([position])
+        columns = snapshot.columns
         siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {
             "note": self._reader.token_ids_note,
@@ -292,7 +292,7 @@ class RunApi:
         }
         if isinstance(row, UnreadableRow):
             return {"trajectory": id, "damaged": row.error, **around}
-        view = make_trajectory_view(row, self._reader.detokenizer, stored.store.recomputed_logprobs(TrajectoryId(id)))
+        view = make_trajectory_view(row, self._reader.detokenizer, snapshot.store.recomputed_logprobs(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share
         ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
@@ -346,10 +346,10 @@ class RunApi:
         }
 
     def _need(self, branch: str) -> StoredSnapshot:
-        stored = self._reader.read_snapshot(branch)
-        if stored is None:
+        snapshot = self._reader.read_snapshot(branch)
+        if snapshot is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
-        return stored
+        return snapshot
 
 
 def _other_name(config: RunConfig, other: RunReader) -> str:
@@ -378,12 +378,12 @@ def _plain_span(span: Span) -> list[Any]:
     return [int(span.version), str(span.instance), len(span.tokens)]
 
 
-def _source_lines(config: RunConfig, stored: StoredSnapshot | None) -> list[str]:
+def _source_lines(config: RunConfig, snapshot: StoredSnapshot | None) -> list[str]:
     """What was drawn from and trained on of each of several task sources, by the newest commit."""
-    if not config.task.sources or stored is None or not stored.records:
+    if not config.task.sources or snapshot is None or not snapshot.records:
         return []
     ratios = {name: source.ratio for name, source in config.task.sources.items()}
-    return [view.line for view in count_by_source(ratios, stored.records[-1].ledger.sources)]
+    return [view.line for view in count_by_source(ratios, snapshot.records[-1].ledger.sources)]
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:

@@ -124,9 +124,11 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     """
     steps = [r for r in records if r.kind == "step"]
     before = steps[first - 1] if first else None
-    rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
+    step_metrics = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
     names = {name for chart in CHARTS for name in chart.names}
-    present = sorted({name for step in rated for name in step if name in names or name.startswith(SOURCE_PREFIX)})
+    present_names = sorted(
+        {name for step in step_metrics for name in step if name in names or name.startswith(SOURCE_PREFIX)}
+    )
     page_steps = steps[first:]
     counts = [r.ledger.num_ended for r in ([before] if before else []) + page_steps]
     reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})
@@ -138,18 +140,18 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     return {
         "first": first,
         "step": [r.step for r in page_steps],
-        "lines": {name: [finite(step.get(name)) for step in rated] for name in present},
+        "lines": {name: [finite(step.get(name)) for step in step_metrics] for name in present_names},
         "drops": drops,
     }
 
 
-def in_words(ended: str) -> str:
+def in_words(outcome: str) -> str:
     """Format a key of the ledger's counts for display.
 
     >>> in_words("aborted:surplus_member")
     'aborted: surplus member'
     """
-    return ended.removesuffix(":none").replace(":", ": ").replace("_", " ")
+    return outcome.removesuffix(":none").replace(":", ": ").replace("_", " ")
 
 
 def finite(value: float | None) -> float | None:

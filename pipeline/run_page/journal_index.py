@@ -69,8 +69,8 @@ class StepFunction:
             return np.zeros(max(0, len(edges) - 1))
         times, values = np.frombuffer(self.times), np.asarray(self.values, np.float64)
         area = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
-        past = np.maximum(edges - times[-1], 0) * values[-1]
-        total = np.interp(edges, times, area, left=0.0) + past
+        area_past_end = np.maximum(edges - times[-1], 0) * values[-1]
+        total = np.interp(edges, times, area, left=0.0) + area_past_end
         return np.asarray(np.diff(total) / np.maximum(np.diff(edges), 1e-12))
 
     def at(self, moments: Floats, before: int) -> npt.NDArray[np.int64]:
@@ -164,14 +164,16 @@ class JournalIndex:
         self._start_offset_s = self.last_s
         self.starts.append(self.last_s)
 
-    def add(self, line: bytes | str, where: str) -> None:
-        """Add a line of the journal. A line that cannot be parsed is skipped, and `read_error` is set. where: file and
-        number of the line, for that message."""
+    def add(self, line: bytes | str, location: str) -> None:
+        """Add a line of the journal. A line that cannot be parsed is skipped, and `read_error` is set. location: file
+        and number of the line, for that message."""
         try:
             entry = json.loads(line)
             self._add(entry["event"], entry["commands"], float(entry["now"]))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            self.read_error = self.read_error or f"{where} cannot be read: {type(error).__name__}; it is left out here"
+            self.read_error = (
+                self.read_error or f"{location} cannot be read: {type(error).__name__}; it is left out here"
+            )
 
     def _add(self, event: JsonObject, commands: Iterable[JsonObject], now: float) -> None:
         kind = event["type"]
@@ -331,10 +333,12 @@ class JournalIndex:
         marks = []
         for i in indices:
             kind, detail = self._kinds[i], self._detail[i]
-            where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
+            location = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
             text, phase = MARKS[kind]
             text_detail = texts[detail] if kind in TEXT_DETAILS else str(detail)
-            marks.append({"at_s": self._times[i], "what": text.format(where=where, detail=text_detail), "phase": phase})
+            marks.append(
+                {"at_s": self._times[i], "what": text.format(where=location, detail=text_detail), "phase": phase}
+            )
         for (_, end, _, _), (start, _, phase, version) in itertools.pairwise(self._phases(indices)):
             if phase == "sampling" and start == end and not any(mark["at_s"] == start for mark in marks):
                 marks.append({"at_s": start, "what": f"goes on under version {version}", "phase": phase})
@@ -365,8 +369,8 @@ class JournalIndex:
             version = self.lanes[self._names[self._lane[i]]].version
             start, stop = bisect_right(version.times, start_s), bisect_left(version.times, end_s)
             edges = [start_s, *version.times[start:stop], end_s]
-            served = [version.values[max(0, k - 1)] for k in range(start, stop + 1)]
-            phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), served, strict=True)]
+            versions = [version.values[max(0, k - 1)] for k in range(start, stop + 1)]
+            phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), versions, strict=True)]
         return phases
 
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:

@@ -156,28 +156,28 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     }
     sorted_ids = np.lexsort((first, key[order]))
     if where.strip():
-        matching = np.unique(group_indices[selection_mask(columns, where)[positions]])
-        sorted_ids = sorted_ids[np.isin(sorted_ids, matching)]
+        matching_groups = np.unique(group_indices[selection_mask(columns, where)[positions]])
+        sorted_ids = sorted_ids[np.isin(sorted_ids, matching_groups)]
     return _page(ids[sorted_ids], page, GROUPS_PER_PAGE)
 
 
 def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
     """Positions of each group's members in the store, by group id. Members that were trained on come first."""
     (positions,) = np.nonzero(np.isin(columns["group"], groups))
-    trained = columns["fate"][positions] == Fate.CONSUMED.value
-    positions = positions[np.lexsort((columns["trajectory"][positions], ~trained))]
+    is_consumed = columns["fate"][positions] == Fate.CONSUMED.value
+    positions = positions[np.lexsort((columns["trajectory"][positions], ~is_consumed))]
     return {int(group): positions[columns["group"][positions] == group] for group in groups}
 
 
 def mean_reward_by_step(branches: Sequence[Columns]) -> dict[str, Any]:
     """Mean reward over the batch of each step, for each branch: {"step": [S], "means": [[S] per branch]}. The mean
     is None for a step that a branch does not have."""
-    last = max((int(c["step"].max()) for c in branches if len(c["step"])), default=-1)
+    last_step = max((int(c["step"].max()) for c in branches if len(c["step"])), default=-1)
     means = []
     for columns in branches:
-        trained = (columns["fate"] == Fate.CONSUMED.value) & (columns["loss_mask"] > 0)
-        steps, values = columns["step"][trained], columns["reward"][trained].astype(np.float64)
-        count = np.bincount(steps, minlength=last + 1)
-        total = np.bincount(steps, values, last + 1)
+        is_consumed = (columns["fate"] == Fate.CONSUMED.value) & (columns["loss_mask"] > 0)
+        steps, values = columns["step"][is_consumed], columns["reward"][is_consumed].astype(np.float64)
+        count = np.bincount(steps, minlength=last_step + 1)
+        total = np.bincount(steps, values, last_step + 1)
         means.append([float(t / n) if n else None for t, n in zip(total, count, strict=True)])
-    return {"step": list(range(last + 1)), "means": means}
+    return {"step": list(range(last_step + 1)), "means": means}

@@ -33,7 +33,7 @@ CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
+RESPONSE_HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -42,8 +42,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare", "/job")
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGE_PATHS = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare", "/job")
 """Addresses that a browser may open: one page, which reads from its address what to show."""
 MAX_QUERY_CHARS = 4_000
 
@@ -55,7 +55,7 @@ class InvalidQuery(ConfigError):
 def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
     """The ASGI application. names: accepted host names, besides addresses and localhost."""
 
-    def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
+    def make_endpoint(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
                 if len(request.url.query) > MAX_QUERY_CHARS:
@@ -68,45 +68,47 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
 
         return endpoint
 
-    def api(path: str, answer: Callable[[Request], dict[str, Any]]) -> Route:
-        return Route(f"/api/{path}", answering(answer), methods=["GET"])
+    def api_route(path: str, answer: Callable[[Request], dict[str, Any]]) -> Route:
+        return Route(f"/api/{path}", make_endpoint(answer), methods=["GET"])
 
     routes = [
-        api("run", lambda r: run_api.run(_branch(r))),
-        api("steps", lambda r: run_api.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
-        api("settings", lambda r: run_api.settings()),
-        api("beside", lambda r: run_api.result_tables()),
-        api("audit", lambda r: run_api.audit()),
-        api(
+        api_route("run", lambda r: run_api.run(_branch(r))),
+        api_route("steps", lambda r: run_api.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
+        api_route("settings", lambda r: run_api.settings()),
+        api_route("beside", lambda r: run_api.result_tables()),
+        api_route("audit", lambda r: run_api.audit()),
+        api_route(
             "groups",
             lambda r: run_api.groups(
                 _branch(r), _int(r, "step", 0), _text(r, "where"), _text(r, "order", "trained"), _int(r, "page", 1)
             ),
         ),
-        api("batch", lambda r: run_api.batch(_branch(r), _int(r, "step", 0))),
-        api("group", lambda r: run_api.group(_branch(r), _int(r, "group", 0))),
-        api(
+        api_route("batch", lambda r: run_api.batch(_branch(r), _int(r, "step", 0))),
+        api_route("group", lambda r: run_api.group(_branch(r), _int(r, "group", 0))),
+        api_route(
             "trajectories",
             lambda r: run_api.trajectories(
                 _branch(r), _text(r, "where"), _text(r, "sort", "-step"), _int(r, "page", 1)
             ),
         ),
-        api(
+        api_route(
             "excerpts",
             lambda r: run_api.excerpts(_branch(r), _ints(r, "ids")),
         ),
-        api(
+        api_route(
             "distribution", lambda r: run_api.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
         ),
-        api("trajectory", lambda r: run_api.trajectory(_branch(r), _int(r, "id", 0))),
-        api("story", lambda r: run_api.story(_int(r, "id", 0))),
-        api("lanes", lambda r: run_api.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))),
-        api("compare", lambda r: run_api.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
+        api_route("trajectory", lambda r: run_api.trajectory(_branch(r), _int(r, "id", 0))),
+        api_route("story", lambda r: run_api.story(_int(r, "id", 0))),
+        api_route(
+            "lanes", lambda r: run_api.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))
+        ),
+        api_route("compare", lambda r: run_api.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
         Route("/static/{name}", _file, methods=["GET"]),
-        *(Route(path, _page, methods=["GET"]) for path in PAGES),
+        *(Route(path, _page, methods=["GET"]) for path in PAGE_PATHS),
     ]
-    compressed = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
-    return _Guard(Starlette(routes=routes, middleware=[compressed]), names)
+    compression = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
+    return _RequestFilter(Starlette(routes=routes, middleware=[compression]), names)
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:
@@ -125,7 +127,7 @@ def _static(name: str) -> Response:
     file = next((file for file in FILES.iterdir() if file.name == name), None)
     if file is None:
         return PlainTextResponse("not found", 404)
-    kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")
+    kind = MEDIA_TYPES.get(name[name.rfind(".") :], "application/octet-stream")
     return Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8")
 
 
@@ -159,8 +161,9 @@ def _float(request: Request, name: str, default: float) -> float:
     return value
 
 
-class _Guard:
-    """Refuses other methods than GET and HEAD and names that are not this machine's, and adds HEADERS to answers."""
+class _RequestFilter:
+    """Refuses other methods than GET and HEAD and names that are not this machine's, and adds RESPONSE_HEADERS to
+    answers."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app = app
@@ -174,8 +177,8 @@ class _Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *extra]}
+                headers = [(name.lower().encode(), value.encode()) for name, value in RESPONSE_HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *headers]}
             await send(message)
 
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
@@ -210,12 +213,12 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     with raised_as(ConfigError, f"--host {host}", OSError, remedy=remedy, describe=strerror):
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure = OSError()
-    for candidate in (port,) if exactly else (port, 0):
+    for candidate_port in (port,) if exactly else (port, 0):
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
         sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((address[0], candidate, *address[2:]))
+            sock.bind((address[0], candidate_port, *address[2:]))
             sock.listen(128)
         except OSError as error:
             sock.close()

@@ -102,22 +102,22 @@ class JournalFollower:
     def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
         """Read new lines of the journals, at most about `max_bytes` bytes. A replaced file is read from its beginning:
         a resumed run renames the last part. A part that was compressed has the same contents."""
-        listed, inodes, sizes = _listed(journals)
+        files, inodes, sizes = _listed(journals)
         known = [inode for inode, *_ in self._files]
         is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
         if len(inodes) < len(known) or not is_same_files:
             self._files.clear()
             self.index = JournalIndex(self._members_per_group)
-        for i, (journal, file) in enumerate(listed):
+        for i, (journal, file) in enumerate(files):
             if i == len(self._files):
                 self._files.append((inodes[i], 0, 0))
-                if i == 0 or listed[i - 1][0] != journal:
+                if i == 0 or files[i - 1][0] != journal:
                     self.index.begin_start()
             max_bytes -= self._read(i, file, inodes[i], sizes[i], max_bytes)
             if max_bytes <= 0:
                 break
-        read, total = sum(offset for _, offset, _ in self._files), sum(sizes)
-        self.index.read_share = min(1.0, read / total) if total else 1.0
+        num_bytes_read, num_bytes = sum(offset for _, offset, _ in self._files), sum(sizes)
+        self.index.read_share = min(1.0, num_bytes_read / num_bytes) if num_bytes else 1.0
 
     def _read(self, number: int, file: Path, inode: int, size: int, max_bytes: int) -> int:
         """Read on in a file that has `size` bytes; returns how many were read."""
@@ -138,10 +138,10 @@ class JournalFollower:
 def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
     """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
     while True:
-        listed = [(journal, file) for journal in journals for file in list_files(journal)]
+        files = [(journal, file) for journal in journals for file in list_files(journal)]
         try:
-            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in listed]
-            return listed, inodes, [uncompressed_bytes(file) for _, file in listed]
+            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in files]
+            return files, inodes, [uncompressed_bytes(file) for _, file in files]
         except FileNotFoundError:
             continue  # compressed or renamed meanwhile
 
@@ -206,10 +206,10 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """The run's summary; empty if the run has not ended, or it cannot be read."""
         try:
-            parsed = json.loads((self.run_dir / "summary.json").read_text())
+            summary = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
             return {}
-        return parsed if isinstance(parsed, dict) else {}
+        return summary if isinstance(summary, dict) else {}
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[JournalIndex]:
@@ -221,9 +221,9 @@ class RunReader:
 
     def state(self) -> str:
         """ "starting", "running", "finished", "ended early" or "interrupted"."""
-        stored = self.read_snapshot()
-        if stored is not None and stored.records and stored.records[-1].kind == "end":
-            return "finished" if len(stored.steps) >= self.config.steps else "ended early"
+        snapshot = self.read_snapshot()
+        if snapshot is not None and snapshot.records and snapshot.records[-1].kind == "end":
+            return "finished" if len(snapshot.steps) >= self.config.steps else "ended early"
         if in_use(self.run_dir):
-            return "running" if stored is not None else "starting"
+            return "running" if snapshot is not None else "starting"
         return "interrupted"

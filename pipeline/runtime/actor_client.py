@@ -88,14 +88,14 @@ class ActorClient:
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
-                lost = error
-            if lost.actor == "server" != name and await self.server_answers():
+                loss_error = error
+            if loss_error.actor == "server" != name and await self.server_answers():
                 num_false_losses += 1
-                logger.warning("%s: %s; it answers now", name, lost)
+                logger.warning("%s: %s; it answers now", name, loss_error)
                 if num_false_losses <= MAX_FALSE_LOSSES:
                     continue
-                lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
-            await self.recovery.wait_until_restored(lost, called_s)
+                loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
+            await self.recovery.wait_until_restored(loss_error, called_s)
 
     async def server_answers(self) -> bool:
         """Whether the trajectory server answers a call within deadlines.call_s."""
@@ -144,23 +144,25 @@ class ActorClient:
             result.cancel()
             await asyncio.gather(result, return_exceptions=True)
 
-    def record_loss(self, name: str, lost: ActorLost | ActorFailed) -> None:
+    def record_loss(self, name: str, loss_error: ActorLost | ActorFailed) -> None:
         """Record the loss of an actor now, and release its worker. Raises ActorLost if it and its predecessors were
         lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
         role, now = name.partition(".")[0], self.clock.elapsed_s
         self._loss_times.setdefault(role, []).append(now)
         recent_times = [loss_s for loss_s in self._loss_times[role] if now - loss_s < REPLACEMENT_WINDOW_S]
-        self.loss_messages.append(f"{now:.1f} s: {lost}")
-        logger.warning("%s; replacing it", lost)
+        self.loss_messages.append(f"{now:.1f} s: {loss_error}")
+        logger.warning("%s; replacing it", loss_error)
         self.instances.pop(InstanceId(name), None)
         self._device_turns.mark_asleep(name)
         for member in trainer_group.list_members(name, self._workers.placed):
             self._workers.mark_lost(member)
         for future in self._loss_futures[name]:
             if not future.done():
-                future.set_exception(ActorLost(str(lost), lost.actor))
+                future.set_exception(ActorLost(str(loss_error), loss_error.actor))
         if len(recent_times) > MAX_REPLACEMENTS:
-            raise ActorLost(f"{role} was lost {len(recent_times)} times within an hour, last: {lost}") from lost
+            raise ActorLost(
+                f"{role} was lost {len(recent_times)} times within an hour, last: {loss_error}"
+            ) from loss_error
 
 
 GPU_METHODS = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})

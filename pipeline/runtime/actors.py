@@ -64,7 +64,7 @@ class Actors(WeightPublisher):
         self._retired_indices: list[int] = []
         """Index of each retired instance, once per retirement."""
         self._num_earlier_starts = 0
-        self._resumed = False
+        self._is_resumed = False
         self.recovery = RoleRecovery(
             self, run_dir / "resume", config.training.resume_every, trainer_group.follower_names(config)
         )
@@ -77,7 +77,7 @@ class Actors(WeightPublisher):
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._num_earlier_starts = 0 if resumption is None else resumption.earlier_starts
-        self._resumed = resumption is not None
+        self._is_resumed = resumption is not None
 
         def store_exists() -> bool:  # a lost server may have created it at the start of the run
             return (resumption is not None or "server" in self._loss_times) and (self._run_dir / "store").exists()
@@ -89,7 +89,7 @@ class Actors(WeightPublisher):
             *map(self._place_instance_at_start, range(config.rollout.instances)),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
-        await gather_or_cancel(*(self._place_first_parameter_server(placed) for placed in weight_holders))
+        await gather_or_cancel(*(self._place_first_parameter_server(actor) for actor in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         self.verification.set_probe(prompt.tokens for prompt in prompts)
         engine_logprobs = await self.verification.measure_engine_logprobs(
@@ -117,13 +117,13 @@ class Actors(WeightPublisher):
                 return await place()
             except ActorSilent:
                 raise
-            except WeightsRefused as refused:
-                raise make_unusable_engine_error(refused) from refused
-            except ActorLost as lost:
-                role = trainer_group.role_of(lost.actor)
+            except WeightsRefused as error:
+                raise make_unusable_engine_error(error) from error
+            except ActorLost as loss_error:
+                role = trainer_group.role_of(loss_error.actor)
                 if role.partition(".")[0] != name:
                     raise
-                self.record_loss(role, lost)
+                self.record_loss(role, loss_error)
 
     async def _place_instance_at_start(self, index: int) -> None:
         await self._place_at_start(f"rollout-{index}", partial(self.place_instance, index))
@@ -133,8 +133,8 @@ class Actors(WeightPublisher):
         next fetch places a new parameter server."""
         try:
             await self._place_parameter_server(actor)
-        except ActorLost as lost:
-            logger.warning("%s", lost)
+        except ActorLost as loss_error:
+            logger.warning("%s", loss_error)
 
     async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
         """Like `publish_initial`, but retries with the restored trainer if the trainer is lost."""
@@ -143,8 +143,8 @@ class Actors(WeightPublisher):
             try:
                 await self.publish_initial(version, fingerprint)
                 return
-            except ActorLost as lost:
-                await self.recovery.wait_until_restored(lost, called_s)
+            except ActorLost as loss_error:
+                await self.recovery.wait_until_restored(loss_error, called_s)
 
     async def _probe_logprobs(self, instance: InstanceHandle) -> tuple[float, ...]:
         logprobs: tuple[float, ...] = await self.ask_once(
@@ -166,14 +166,16 @@ class Actors(WeightPublisher):
         """Progress of `place_all` as a line for display: which actors are missing."""
         names = ["server", "trainer", *trainer_group.follower_names(self._config), *self._config.reward_actors]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
-        missing = [name for name in names if name not in self._workers.placed]
-        if not missing:
+        missing_names = [name for name in names if name not in self._workers.placed]
+        if not missing_names:
             return f"all {len(names)} ready, {self._trainer_activity}"
-        loads_model = not self._config.emulated and any(n == "trainer" or n.startswith("rollout-") for n in missing)
-        shown_names = ", ".join(missing[:MAX_NAMES_SHOWN])
-        more = f" and {len(missing) - MAX_NAMES_SHOWN} more" if len(missing) > MAX_NAMES_SHOWN else ""
+        loads_model = not self._config.emulated and any(
+            n == "trainer" or n.startswith("rollout-") for n in missing_names
+        )
+        shown_names = ", ".join(missing_names[:MAX_NAMES_SHOWN])
+        suffix = f" and {len(missing_names) - MAX_NAMES_SHOWN} more" if len(missing_names) > MAX_NAMES_SHOWN else ""
         loading = f" (loading {self._config.model.path})" if loads_model else ""
-        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown_names}{more}{loading}"
+        return f"{len(names) - len(missing_names)} of {len(names)} ready, waiting for {shown_names}{suffix}{loading}"
 
     async def place_reward_actor(self, name: str) -> None:
         """Place a reward worker or environment host. Raises ConfigError if it cannot load the job's code."""
@@ -186,10 +188,10 @@ class Actors(WeightPublisher):
             try:
                 await self.place_reward_actor(name)
                 return
-            except (ActorLost, ActorFailed) as lost:
-                if lost.actor != name:
+            except (ActorLost, ActorFailed) as loss_error:
+                if loss_error.actor != name:
                     raise
-                self.record_loss(name, lost)
+                self.record_loss(name, loss_error)
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker, which loads the reward function. Raises ConfigError if that fails."""
@@ -199,7 +201,7 @@ class Actors(WeightPublisher):
 
     async def place_environment(self, name: str) -> None:
         """Place an environment host, which creates its environment once. Raises ConfigError if that fails."""
-        is_replacement = self._resumed or name in self._loss_times
+        is_replacement = self._is_resumed or name in self._loss_times
         settings = actor_settings.environment_settings(self._config, is_replacement=is_replacement)
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
@@ -220,16 +222,16 @@ class Actors(WeightPublisher):
 
     def reward_actor_at(self, address: str) -> str:
         """Name of the reward worker or environment host at a Dask worker's address; empty if there is none."""
-        placed = self._workers.placed.values()
-        return next((actor.name for actor in placed if actor.address == address and actor.role == "reward"), "")
+        actors = self._workers.placed.values()
+        return next((actor.name for actor in actors if actor.address == address and actor.role == "reward"), "")
 
     async def place_trainer(self) -> PlacedActor:
         """Place the trainer; `publish_initial` must be its first call. Raises as Workers.place does."""
-        placed = await trainer_group.place_trainer(
+        actor = await trainer_group.place_trainer(
             self._workers, self.ask_once, self._config, self._weights_folder, self._run_dir / "resume"
         )
-        self._trainer_host = placed.host
-        return placed
+        self._trainer_host = actor.host
+        return actor
 
     async def place_server(self, *, resumed: bool) -> PlacedActor:
         """Place the trajectory server; retries while the store's bucket fails. Raises as Workers.place does. resumed:
@@ -238,13 +240,13 @@ class Actors(WeightPublisher):
             self._config, self._run_dir / "store", self._facts.context_length, resumed=resumed
         )
 
-        def failed(cause: str) -> None:
+        def log_failure(cause: str) -> None:
             logger.warning("%s; the trajectory server waits for its store", cause)
 
         return await retry_while_bucket_fails(
             lambda: self._workers.place("server", "server", TrajectoryServer, settings, self.clock.elapsed_s),
             self._config.deadlines.commit_s,
-            failed,
+            log_failure,
         )
 
     async def place_instance(self, index: int) -> InstanceHandle:
@@ -255,7 +257,7 @@ class Actors(WeightPublisher):
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         await self._device_turns.mark_awake(name)
         try:
-            placed = await self._workers.place(
+            actor = await self._workers.place(
                 name,
                 "rollout",
                 RolloutInstance,
@@ -268,18 +270,18 @@ class Actors(WeightPublisher):
                 config.rollout.delivery_interval_s,
                 actor_settings.drafts_from_responses(config),
                 str(self._run_dir),
-                self._resumed,
+                self._is_resumed,
             )
         except BaseException:
             self._device_turns.mark_asleep(name)
             raise
-        instance = InstanceHandle(placed=placed, index=index)
-        has_loaded_engine = self._resumed and await self.ask(name, "took_over", deadline="start_s")
+        instance = InstanceHandle(placed=actor, index=index)
+        has_loaded_engine = self._is_resumed and await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
         if has_loaded_engine:
-            logger.warning("%s continues with an engine that is already loaded, on %s", name, placed.address)
+            logger.warning("%s continues with an engine that is already loaded, on %s", name, actor.address)
         else:
-            logger.info("%s %s on %s", name, "replaces another instance" if attempt else "joins", placed.address)
+            logger.info("%s %s on %s", name, "replaces another instance" if attempt else "joins", actor.address)
         if self._published_steps and self._device_turns.shared:
             instance.version = max(self._published_steps)
             await self.put_to_sleep(instance)
@@ -293,10 +295,10 @@ class Actors(WeightPublisher):
         """Like `put_to_sleep` at the start of the run: the first pull of an instance that is lost replaces it."""
         try:
             await self.put_to_sleep(instance)
-        except ActorLost as lost:
-            if lost.actor != instance.id:
+        except ActorLost as loss_error:
+            if loss_error.actor != instance.id:
                 raise
-            logger.warning("%s", lost)
+            logger.warning("%s", loss_error)
             self._device_turns.mark_asleep(instance.id)
 
     # -- losses and closing --------------------------------------------------------------------------------------
@@ -319,6 +321,6 @@ class Actors(WeightPublisher):
         """Close all actors, engines first because they may still read data of the others. Never raises."""
         await self.recovery.stop()
         order = {"rollout": 0, "trainer": 1, "reward": 2}
-        for placed in sorted(self._workers.placed.values(), key=lambda placed: order.get(placed.role, 3)):
+        for actor in sorted(self._workers.placed.values(), key=lambda actor: order.get(actor.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self.ask(placed.name, "close", within_s=CLOSE_S)
+                await self.ask(actor.name, "close", within_s=CLOSE_S)

@@ -183,11 +183,11 @@ class Driver:
 
     async def _report_start_progress(self) -> None:
         """Report the progress of the start whenever it has changed."""
-        reported = ""
+        reported_progress = ""
         while True:
             await asyncio.sleep(START_REPORT_S)
-            if (progress := self._actors.start_progress) != reported:
-                reported = progress
+            if (progress := self._actors.start_progress) != reported_progress:
+                reported_progress = progress
                 self._begin_phase(f"starting actors: {progress}")
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
@@ -219,14 +219,14 @@ class Driver:
         ledger = factories.make_coordinator(self._config).ledger
         unrepeatable = actor_settings.unrepeatable_sources(self._config)
         resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups, unrepeatable)
-        recovered: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="start_s")
-        self._num_drawn = recovered.ledger.num_started // self._config.oversampled_group_size
-        if recovered.num_responses or recovered.num_restarted:
+        work: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="start_s")
+        self._num_drawn = work.ledger.num_started // self._config.oversampled_group_size
+        if work.num_responses or work.num_restarted:
             self._note(
-                f"resumed {recovered.num_responses:,} in-flight responses ({recovered.num_tokens:,} tokens); "
-                f"{recovered.num_restarted:,} restart from their prompts"
+                f"resumed {work.num_responses:,} in-flight responses ({work.num_tokens:,} tokens); "
+                f"{work.num_restarted:,} restart from their prompts"
             )
-        return replace(resumed, num_ended=tuple(recovered.ledger.num_ended.items()))
+        return replace(resumed, num_ended=tuple(work.ledger.num_ended.items()))
 
     def stop(self, reason: str) -> None:
         """Request that the run ends after the training step in flight; at once on a second request, or outside of
@@ -276,7 +276,7 @@ class Driver:
             self._handle(item)
             if isinstance(item, events.VersionPublished):
                 self._evaluation_driver.request_if_due(item.version)
-            if self._stop_reason and not self._coordinator.training:
+            if self._stop_reason and not self._coordinator.is_training:
                 break
             self._progress_watch.check()
         await self._abort_in_flight()

@@ -113,10 +113,10 @@ class EnvironmentHosts:
                         for step in steps
                     )
                     await self._actors.ask(host.name, "start_steps", SERVER, items)
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.actor != host.name:
+            except (errors.ActorLost, errors.ActorFailed) as error:
+                if error.actor != host.name:
                     raise
-                await self._replace(host, placement, lost)
+                await self._replace(host, placement, error)
 
     async def _receive_outcomes(self, host: _Host) -> None:
         """Emit the outcomes of a host's steps."""
@@ -130,10 +130,10 @@ class EnvironmentHosts:
                     deadline="call_s",
                     within_s=POLL_S + self._config.deadlines.call_s,
                 )
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.actor != host.name:
+            except (errors.ActorLost, errors.ActorFailed) as error:
+                if error.actor != host.name:
                     raise
-                await self._replace(host, placement, lost)
+                await self._replace(host, placement, error)
                 continue
             if placement == host.placement and any(outcome.server_lost for outcome in outcomes):
                 await self._count_false_loss(host, placement)
@@ -159,15 +159,15 @@ class EnvironmentHosts:
         host.last_false_loss_s = now
         host.num_false_losses += 1
         if host.num_false_losses > MAX_FALSE_LOSSES:
-            lost = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
-            await self._replace(host, placement, lost)
+            error = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
+            await self._replace(host, placement, error)
 
-    async def _replace(self, host: _Host, placement: int, lost: errors.ActorLost | errors.ActorFailed) -> None:
+    async def _replace(self, host: _Host, placement: int, error: errors.ActorLost | errors.ActorFailed) -> None:
         """Replace a lost host and send it all pending steps. Does nothing if it was replaced since `placement`."""
         async with host.replace_lock:
             if host.placement != placement:
                 return
-            self._actors.record_loss(host.name, lost)
+            self._actors.record_loss(host.name, error)
             await self._actors.replace_reward_actor(host.name)
             self._resend_pending(host)
 
@@ -180,8 +180,8 @@ class EnvironmentHosts:
         async with host.replace_lock:
             try:
                 await self._actors.move_reward_actor(name)
-            except errors.ActorLost as lost:  # its next call notices that, and replaces it
-                logger.warning("%s", lost)
+            except errors.ActorLost as error:  # its next call notices that, and replaces it
+                logger.warning("%s", error)
                 return
             self._resend_pending(host)
 

@@ -147,10 +147,10 @@ class Evaluation:
         sampled, greedy = self.sampled_failed, self.greedy_failed
         if greedy == NOT_REQUESTED:
             greedy = sampled
-        failed = f", {sampled} not scored" if sampled else ""
+        failures = f", {sampled} not scored" if sampled else ""
         if sampled != greedy:
-            failed = f", not scored: {sampled} at temperature, {greedy} greedy"
-        return f"{self.num_prompts} prompts{failed}" + (f"; first: {self.failure}" if self.failure else "")
+            failures = f", not scored: {sampled} at temperature, {greedy} greedy"
+        return f"{self.num_prompts} prompts{failures}" + (f"; first: {self.failure}" if self.failure else "")
 
 
 def format_mean(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
@@ -173,29 +173,29 @@ def describe_progress(version: int, num_left: int) -> str:
 def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons why consecutive evaluations of a set cannot be compared, one line per pair; empty if all can."""
     lines = []
-    for earlier, later in (
-        pair for same_set in group_by_set(evaluations).values() for pair in itertools.pairwise(same_set)
+    for previous, evaluation in (
+        pair for set_evaluations in group_by_set(evaluations).values() for pair in itertools.pairwise(set_evaluations)
     ):
         pairs = (
-            (earlier.reward, later.reward, "reward functions"), (earlier.data, later.data, "data"),
-            (earlier.template, later.template, "templates"),
+            (previous.reward, evaluation.reward, "reward functions"), (previous.data, evaluation.data, "data"),
+            (previous.template, evaluation.template, "templates"),
         )  # fmt: skip
         reasons = [f"different {difference}" for a, b, difference in pairs if a and b and a != b]
-        if earlier.num_prompts != later.num_prompts:
-            reasons.append(f"{earlier.num_prompts} and {later.num_prompts} prompts")
+        if previous.num_prompts != evaluation.num_prompts:
+            reasons.append(f"{previous.num_prompts} and {evaluation.num_prompts} prompts")
         if reasons:
             lines.append(
-                f"{earlier.name} rewards at versions {earlier.version} and {later.version} cannot be compared: "
+                f"{previous.name} rewards at versions {previous.version} and {evaluation.version} cannot be compared: "
                 + ", ".join(reasons)
             )
     return lines
 
 
-def fewer_prompts_warning(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
+def fewer_prompts_warning(num_requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
     """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
-    if available >= requested:
+    if available >= num_requested:
         return ""
-    return f"{key} = {requested}: {source} has only {available} distinct held-out prompts; each is evaluated once"
+    return f"{key} = {num_requested}: {source} has only {available} distinct held-out prompts; each is evaluated once"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -208,9 +208,9 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none. Raises StoreError."""
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
-        parsed = json.loads(path.read_text()) if path.is_file() else []
+        value = json.loads(path.read_text()) if path.is_file() else []
     with raised_as(StoreError, f"{path}: is not a list of evaluations", ValueError, remedy=remedy):
-        return CODEC.decode(parsed, list[Evaluation])
+        return CODEC.decode(value, list[Evaluation])
 
 
 def keep_up_to_version(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
@@ -268,8 +268,8 @@ def read_rewards(run_dir: Path, version: int) -> dict[str, dict[str, PromptRewar
     """Read the rewards of an evaluation, by set and prompt; empty if they were not kept. Raises StoreError."""
     path = _path(run_dir, version)
     try:
-        parsed = json.loads(path.read_text()) if path.is_file() else {}
-        return CODEC.decode(parsed, dict[str, dict[str, PromptRewards]])
+        value = json.loads(path.read_text()) if path.is_file() else {}
+        return CODEC.decode(value, dict[str, dict[str, PromptRewards]])
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without comparisons with it") from error
 

@@ -77,11 +77,11 @@ class InstanceLink:
             batch = [command]
             if not isinstance(command, commands.Pull):
                 while not outbox.empty():
-                    following = outbox.get_nowait()
-                    if type(following) is not type(command):
-                        next_command = following
+                    following_command = outbox.get_nowait()
+                    if type(following_command) is not type(command):
+                        next_command = following_command
                         break
-                    batch.append(following)
+                    batch.append(following_command)
             await self._execute(batch)
 
     async def _execute(self, batch: list[commands.Command]) -> None:

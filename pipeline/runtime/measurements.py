@@ -41,7 +41,7 @@ class Measurements:
         self._staleness_samples: list[tuple[float, float]] = []
         self._decide_s = 0.0
         self._started_cpu_s = 0.0
-        self._counts: dict[InstanceId, dict[str, int]] = {}
+        self._token_counts: dict[InstanceId, dict[str, int]] = {}
         """Counts of each instance's engine at the end of the last step, by the names TOKEN_COUNTS."""
         self.start()
 
@@ -140,14 +140,14 @@ class Measurements:
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """Engine counts since the end of the last step, summed over instances, and the number of cached tokens."""
-        previous_counts, self._counts = self._counts, {i.id: i.counts for i in instances}
-        counts_since = {
+        previous_counts, self._token_counts = self._token_counts, {i.id: i.counts for i in instances}
+        new_counts = {
             name: float(
-                sum(counts[name] - previous_counts.get(i, {}).get(name, 0) for i, counts in self._counts.items())
+                sum(counts[name] - previous_counts.get(i, {}).get(name, 0) for i, counts in self._token_counts.items())
             )
             for name in TOKEN_COUNTS
         }
-        return counts_since | {"kept_tokens": float(sum(i.kept_tokens for i in instances))}
+        return new_counts | {"kept_tokens": float(sum(i.kept_tokens for i in instances))}
 
     def _mean_staleness(self) -> dict[str, float]:
         """Mean staleness in flight and in queue over the ticks since the end of the last step."""

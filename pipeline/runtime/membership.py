@@ -79,8 +79,8 @@ class Membership:
             f", at most {max_instances}" if max_instances > rollout.instances else ""
         )
         placed = {instance.index for instance in self._actors.instances.values()}
-        if missing := sorted(self._missing_indices - placed):
-            line += f"; waiting for {', '.join(f'rollout-{i}' for i in missing)}"
+        if missing_indices := sorted(self._missing_indices - placed):
+            line += f"; waiting for {', '.join(f'rollout-{i}' for i in missing_indices)}"
         if self._retiring_indices:
             line += f"; retiring {', '.join(f'rollout-{i}' for i in sorted(self._retiring_indices))}"
         return line
@@ -172,10 +172,10 @@ class Membership:
         await asyncio.gather(*(flush(instance) for instance in self._actors.instances.values()))
 
     @staticmethod
-    def _is_own_loss(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:
+    def _is_own_loss(instance: InstanceHandle, loss_error: errors.ActorLost | errors.ActorFailed) -> bool:
         """Whether the instance itself is lost, not an actor that it called. A lost parameter server counts as a loss of
         the instance: it restarts by itself unless its process, which is the instance's, is gone."""
-        return lost.actor == instance.id or lost.actor.startswith("parameters-")
+        return loss_error.actor == instance.id or loss_error.actor.startswith("parameters-")
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks of all links."""
@@ -207,15 +207,15 @@ class Membership:
         try:
             try:
                 await coroutine
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if not self._is_own_loss(instance, lost):
+            except (errors.ActorLost, errors.ActorFailed) as loss_error:
+                if not self._is_own_loss(instance, loss_error):
                     raise
                 if instance.id in self._actors.instances:  # else another of its tasks has handled the loss
                     for task in instance.tasks:
                         if task is not asyncio.current_task():
                             task.cancel()
-                    self._emit(InstanceLost(instance=instance.id, why=str(lost)))
-                    self._actors.record_loss(instance.placed.name, lost)
+                    self._emit(InstanceLost(instance=instance.id, why=str(loss_error)))
+                    self._actors.record_loss(instance.placed.name, loss_error)
                     self._start_replacing(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._emit(error)
@@ -234,12 +234,12 @@ class Membership:
                 self._raise_if_too_few(error)
                 if index < self._config.rollout.instances:
                     continue
-            except (errors.ActorLost, errors.ActorFailed) as lost:
+            except (errors.ActorLost, errors.ActorFailed) as loss_error:
                 placed = next((i for i in self._actors.instances.values() if i.index == index), None)
-                is_own_loss = placed is not None and self._is_own_loss(placed, lost)
-                if lost.actor.partition(".")[0] != f"rollout-{index}" and not is_own_loss:
+                is_own_loss = placed is not None and self._is_own_loss(placed, loss_error)
+                if loss_error.actor.partition(".")[0] != f"rollout-{index}" and not is_own_loss:
                     raise
-                self._actors.record_loss(lost.actor if placed is None else placed.id, lost)
+                self._actors.record_loss(loss_error.actor if placed is None else placed.id, loss_error)
                 continue
             else:
                 self._join(instance)

@@ -39,7 +39,7 @@ class ProgressWatch:
 
     def check(self) -> None:
         """Raise RunStuck if there was no progress for longer than deadlines.train_s or stuck_s."""
-        key = "train_s" if self._coordinator.training else "stuck_s"
+        key = "train_s" if self._coordinator.is_training else "stuck_s"
         limit_s: float = getattr(self._deadlines, key)
         if now_s() - self._progress_s > limit_s:
             raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{key}): {self._coordinator.explain_waiting()}")

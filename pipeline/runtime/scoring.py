@@ -69,8 +69,8 @@ class ScoreQueue:
         try:
             async with self._worker_locks[name]:
                 await self._actors.move_reward_actor(name)
-        except errors.ActorLost as lost:  # its next batch notices that, and replaces it
-            logger.warning("%s", lost)
+        except errors.ActorLost as loss_error:  # its next batch notices that, and replaces it
+            logger.warning("%s", loss_error)
         finally:
             self._moving.discard(name)
 
@@ -154,12 +154,12 @@ class ScoreQueue:
                         name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
                     )
                     scores = await self._ping_while_waiting(name, request)
-            except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.actor != name:
+            except (errors.ActorLost, errors.ActorFailed) as loss_error:
+                if loss_error.actor != name:
                     raise
                 for trajectory in batch:
                     self._queue.put_nowait(trajectory)
-                self._actors.record_loss(name, lost)
+                self._actors.record_loss(name, loss_error)
                 await self._replace(name)
                 continue
             for trajectory, reward, error in scores:

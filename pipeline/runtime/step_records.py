@@ -113,14 +113,14 @@ class TrainingAlarms:
     """Checks the steps of one start of a run. Each kind of alarm is raised once."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[float, float]] = deque(maxlen=AVERAGED_STEPS)
+        self._recent_ess: deque[tuple[float, float]] = deque(maxlen=AVERAGED_STEPS)
         """(effective sample size, its standard error) of the latest steps."""
         self._raised_kinds: set[str] = set()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Return the alarms of a finished training step, each a line with value, limit and remedy."""
-        self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
-        values, errors = zip(*self._latest, strict=True)
+        self._recent_ess.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
+        values, errors = zip(*self._recent_ess, strict=True)
         ess, error = sum(values) / AVERAGED_STEPS, math.hypot(*errors) / AVERAGED_STEPS
         alarms = []
         if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * error < MIN_ESS and self._raise_once("ess"):
@@ -130,9 +130,9 @@ class TrainingAlarms:
                 "batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
                 "(docs/losses.md)"
             )
-        if (dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):
+        if (num_dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):
             alarms.append(
-                f"step {step}: updates dropped because their gradient was not finite: {dropped:.0f}; lower "
+                f"step {step}: updates dropped because their gradient was not finite: {num_dropped:.0f}; lower "
                 "training.learning_rate, and look for rewards and logprobs that are not finite"
             )
         return alarms

@@ -91,10 +91,10 @@ class WeightPublisher(ActorClient):
                     "trainer", "train", SERVER, step, (), (), deadline="train_s"
                 )
                 break
-            except ActorLost as lost:
-                if lost.actor != "server":
+            except ActorLost as error:
+                if error.actor != "server":
                     raise
-                await self.recovery.wait_until_restored(lost, called_s)
+                await self.recovery.wait_until_restored(error, called_s)
         if published.fingerprint != self._trained_fingerprints[published.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({published.fingerprint}) than "
@@ -159,9 +159,9 @@ class WeightPublisher(ActorClient):
         instance.fetched_version = version
         try:
             await self._pull(instance, version)
-        except TransferFailed as failed:  # the only host that had it was that of a lost trainer
+        except TransferFailed as error:  # the only host that had it was that of a lost trainer
             newest = max(self._published_steps)
-            logger.warning("%s: %s; it pulls version %d", instance.id, failed, newest)
+            logger.warning("%s: %s; it pulls version %d", instance.id, error, newest)
             instance.fetched_version = newest
             await self._pull(instance, newest)
         finally:
@@ -173,9 +173,9 @@ class WeightPublisher(ActorClient):
         await self._device_turns.mark_awake(instance.id)
         within_s = self._transfers.timeout_s(version)
         instance.is_loading = True
-        expected = self.verification.expected_weights(self._published_steps[version])
+        expected_weights = self.verification.expected_weights(self._published_steps[version])
         check: WeightCheck = await self.ask(
-            instance.placed.name, "pull", expected, path, deadline="call_s", within_s=within_s
+            instance.placed.name, "pull", expected_weights, path, deadline="call_s", within_s=within_s
         )
         elapsed_s = now_s() - started_s
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
@@ -199,15 +199,15 @@ class WeightPublisher(ActorClient):
             parameter_server = self._workers.placed[name]
             try:
                 return await self._transfers.fetch(version, placed.host)
-            except TransferFailed as failed:
+            except TransferFailed as error:
                 if version < max(self._published_steps):
                     raise
-                logger.warning("%s waits for weights: %s", placed.name, failed)
+                logger.warning("%s waits for weights: %s", placed.name, error)
                 await asyncio.sleep(FETCH_RETRY_S)
-            except ActorLost as lost:
+            except ActorLost as loss_error:
                 address = parameter_server.address
                 if address == placed.address:
-                    raise ActorLost(f"{placed.name}: {lost}", placed.name) from lost
+                    raise ActorLost(f"{placed.name}: {loss_error}", placed.name) from loss_error
                 if self._workers.placed.get(name) is parameter_server:
                     logger.warning("%s on %s does not answer; another one is placed on %s", name, address, placed.host)
                     self._workers.release_light_actor(name)

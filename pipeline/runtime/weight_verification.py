@@ -83,8 +83,8 @@ class WeightVerification:
         for instance in instances:
             try:
                 logprobs.append(await get_logprobs(instance))
-            except ActorLost as lost:  # its first pull replaces it
-                logger.warning("%s", lost)
+            except ActorLost as error:  # its first pull replaces it
+                logger.warning("%s", error)
         return logprobs
 
     def set_drift_limit(

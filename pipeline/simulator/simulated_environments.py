@@ -111,9 +111,9 @@ class SimulatedEnvironments:
     def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, EnvironmentEvent]:
         trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
         group, member = divmod(abs(trajectory), self._members_per_group)
-        cut = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
+        truncated = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
-        answer = self._episodes.env_step(group, member, episode.turns, attempt=attempt, truncated=cut)
+        answer = self._episodes.env_step(group, member, episode.turns, attempt=attempt, truncated=truncated)
         episode.turns += 1
         allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
         if answer.seconds > allowed_s:

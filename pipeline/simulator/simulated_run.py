@@ -271,16 +271,16 @@ class SimulatedRun:
             case commands.ReleaseCache():
                 instance.engine.release_cache(command.trajectory)
             case commands.Interrupt():
-                stopped = instance.engine.remove(self._now, command.trajectory)
-                if stopped is not None:
-                    self._tokens[command.trajectory] = stopped.tokens
+                removed_request = instance.engine.remove(self._now, command.trajectory)
+                if removed_request is not None:
+                    self._tokens[command.trajectory] = removed_request.tokens
                     self._emit_after(
                         max(0.0, instance.engine.clock - self._now) + self._simulation.message_s,
                         events.TrajectoryInterrupted(
                             trajectory=command.trajectory,
-                            route_number=stopped.route_number,
-                            tokens=stopped.tokens,
-                            **stopped.drafts.counts(),
+                            route_number=removed_request.route_number,
+                            tokens=removed_request.tokens,
+                            **removed_request.drafts.counts(),
                         ),
                     )
             case commands.Sleep():
@@ -290,8 +290,8 @@ class SimulatedRun:
                     events.InstanceSlept(instance=instance.id, step=command.step),
                 )
             case commands.Pull():
-                slow = self._fault_rng.random() < self._simulation.slow_pull_share
-                seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
+                is_slow = self._fault_rng.random() < self._simulation.slow_pull_share
+                seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if is_slow else 1.0)
                 if self._config.num_served_versions:  # loaded beside the versions being served
                     loaded_s = self._now + seconds
                 else:
@@ -392,7 +392,7 @@ class SimulatedRun:
                 cost,
                 kv_capacity=engine.kv_tokens,
                 max_running=engine.max_running,
-                drafting=factories.draft_settings(self._config),
+                draft_settings=factories.draft_settings(self._config),
             ),
             trace=InstanceTrace(name=name, joined_s=self._now),
             version=version,

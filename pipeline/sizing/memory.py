@@ -44,22 +44,22 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any], label: str) -> ModelShape:
         """Read the sizes from a config.json. label: names the model in messages. Raises ConfigError if it does not have
         these sizes."""
-        text: Mapping[str, Any] = config.get("text_config") or config
+        text_config: Mapping[str, Any] = config.get("text_config") or config
         try:
-            heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-            head = int(text.get("head_dim") or hidden // heads)
-            experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-            intermediate = text.get("moe_intermediate_size") if experts else None
+            heads, hidden = int(text_config["num_attention_heads"]), int(text_config["hidden_size"])
+            head_size = int(text_config.get("head_dim") or hidden // heads)
+            experts = int(text_config.get("num_experts") or text_config.get("num_local_experts") or 0)
+            intermediate = text_config.get("moe_intermediate_size") if experts else None
             return cls(
-                layers=int(text["num_hidden_layers"]),
+                layers=int(text_config["num_hidden_layers"]),
                 hidden=hidden,
-                q_size=heads * head,
-                kv_size=int(text.get("num_key_value_heads") or heads) * head,
-                intermediate=int(intermediate or text["intermediate_size"]),
-                vocabulary=int(text["vocab_size"]),
-                tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                q_size=heads * head_size,
+                kv_size=int(text_config.get("num_key_value_heads") or heads) * head_size,
+                intermediate=int(intermediate or text_config["intermediate_size"]),
+                vocabulary=int(text_config["vocab_size"]),
+                tied_embeddings=bool(config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", False))),
                 num_experts=experts,
-                experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+                experts_per_token=int(text_config.get("num_experts_per_tok") or 0) if experts else 0,
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"{label}: its config.json does not have the sizes of a decoder: {error!r}") from error
@@ -82,15 +82,15 @@ class ModelShape:
 
 
 CONTEXT_BYTES = 1_400_000_000
-"""Of a CUDA context, its libraries' work space, and memory that PyTorch's allocator has and cannot use."""
+"""Bytes of a CUDA context, its libraries' work space, and memory that PyTorch's allocator holds but cannot use."""
 KERNEL_FACTOR = 1.1
 """Activations on a GPU over what autograd saves on CPU: kernels and autocast there save other tensors."""
 NCCL_BYTES = 400_000_000
-"""Of a group's buffers. An estimate."""
+"""Estimated bytes of the buffers of a rank group."""
 GRAPH_BYTES = 1_000_000_000
-"""Of vLLM's CUDA graphs. An estimate."""
+"""Estimated bytes of vLLM's CUDA graphs."""
 MARGIN = 0.05
-"""Share of a GPU that is left free: memory is given out in pieces, and some cannot be used."""
+"""Share of a GPU's memory that is left free, because fragmented memory cannot be used."""
 LOGIT_BYTES = 4 * 2**28
 STATE_BYTES = 12
 """Bytes of a resume point per parameter: a weight and AdamW's two moments."""
@@ -123,11 +123,11 @@ class EngineShape:
 def layer_bytes(model: ModelShape, dtype: str) -> int:
     """Bytes that autograd saves per token and layer. bfloat16: whether autocast is used, with a float32 residual
     stream; routed experts still compute in float32."""
-    half = dtype == "bfloat16"
-    wide, narrow = (26, 10) if half else (24, 16)
-    attention = wide * model.hidden + narrow * (model.q_size + model.kv_size)
+    is_half = dtype == "bfloat16"
+    hidden_bytes, attention_bytes = (26, 10) if is_half else (24, 16)
+    attention = hidden_bytes * model.hidden + attention_bytes * (model.q_size + model.kv_size)
     if not model.num_experts:
-        return attention + (8 if half else 16) * model.intermediate
+        return attention + (8 if is_half else 16) * model.intermediate
     return attention + model.experts_per_token * (16 * model.intermediate + 8 * model.hidden)
 
 
@@ -145,13 +145,13 @@ def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
 
 def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
     """Bytes of a rank's weights, gradients and moments."""
-    gathered = 8 * (model.outer_parameters + model.layer_parameters)
+    gathered_bytes = 8 * (model.outer_parameters + model.layer_parameters)
     if training.offload:
-        return gathered
+        return gathered_bytes
     if training.ranks > 1:
-        return 16 * model.parameters // training.ranks + gathered
-    cast = 2 * model.layers * model.layer_parameters if training.dtype == "bfloat16" else 0
-    return 16 * model.parameters + cast
+        return 16 * model.parameters // training.ranks + gathered_bytes
+    cast_bytes = 2 * model.layers * model.layer_parameters if training.dtype == "bfloat16" else 0
+    return 16 * model.parameters + cast_bytes
 
 
 def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
@@ -170,12 +170,12 @@ def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
 def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
     """Bytes of each GPU of an instance by use."""
     size, parallel = ITEM_BYTES[engine.dtype], engine.tensor_parallel
-    widest = (
+    values_per_token = (
         4 * model.hidden + (2 * model.q_size + 3 * model.intermediate * max(1, model.experts_per_token)) // parallel
     )
     return {
         "weights": size * model.parameters // parallel,
         "KV cache": engine.kv_tokens * kv_bytes(model, engine.dtype, parallel),
-        "forward pass": size * engine.batch_tokens * widest + 8 * engine.max_running * model.vocabulary,
+        "forward pass": size * engine.batch_tokens * values_per_token + 8 * engine.max_running * model.vocabulary,
         "CUDA context": CONTEXT_BYTES + GRAPH_BYTES + NCCL_BYTES * (parallel > 1),
     }

@@ -38,16 +38,16 @@ class SizedJob:
     instances: int
     max_length: int
     num_gpus: int
-    own_gpu: bool = True
-    turns: bool = False
+    has_own_gpus: bool = True
+    takes_turns: bool = False
     is_vllm: bool = True
     start_s: float = 0.0
 
     @property
     def needed_gpus(self) -> int:
-        if self.turns:
+        if self.takes_turns:
             return max(self.training.ranks, self.instances * self.engine.tensor_parallel)
-        return self.training.ranks + self.instances * self.engine.tensor_parallel if self.own_gpu else 1
+        return self.training.ranks + self.instances * self.engine.tensor_parallel if self.has_own_gpus else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class MemoryPlan:
 def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
     """Plan the memory of a job on GPUs of one size."""
     changes = None
-    for candidate, changed in _candidates(job):
+    for candidate, candidate_changes in _candidates(job):
         if candidate.needed_gpus <= max(job.num_gpus, job.needed_gpus) and _fits(model, candidate, device_bytes):
-            changes, job_that_fits = changed, candidate
+            changes, job_that_fits = candidate_changes, candidate
             break
     else:
         job_that_fits = job
@@ -80,23 +80,23 @@ def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> Mem
         trainer=memory.trainer_parts(model, job.training),
         engine=memory.engine_parts(model, job.engine),
         changes=changes,
-        proposed=_proposed(model, job_that_fits, device_bytes) if changes is not None else {},
+        proposed=_propose_settings(model, job_that_fits, device_bytes) if changes is not None else {},
     )
 
 
 def _fits(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> bool:
     trainer = sum(memory.trainer_parts(model, job.training).values())
     engine = sum(memory.engine_parts(model, job.engine).values())
-    usable = device_bytes * (1 - memory.MARGIN)
-    if job.turns:
-        return max(trainer, engine) + memory.CONTEXT_BYTES <= usable
-    return max(trainer, engine) <= usable if job.own_gpu else trainer + engine <= usable
+    usable_bytes = device_bytes * (1 - memory.MARGIN)
+    if job.takes_turns:
+        return max(trainer, engine) + memory.CONTEXT_BYTES <= usable_bytes
+    return max(trainer, engine) <= usable_bytes if job.has_own_gpus else trainer + engine <= usable_bytes
 
 
 def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
-    num_free_gpus = job.num_gpus - (0 if job.turns else job.instances * engine.tensor_parallel)
+    num_free_gpus = job.num_gpus - (0 if job.takes_turns else job.instances * engine.tensor_parallel)
     options: dict[str, Sequence[object]] = {
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute else [True],
@@ -104,22 +104,23 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
         "rollout.engine.kv_tokens": [job.max_length] if job.max_length < engine.kv_tokens else [],
         "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= num_free_gpus],
         "rollout.engine.tensor_parallel": [
-            degree for degree in (2, 4, 8) if job.is_vllm and job.own_gpu and engine.tensor_parallel < degree
+            degree for degree in (2, 4, 8) if job.is_vllm and job.has_own_gpus and engine.tensor_parallel < degree
         ],
         "training.offload": [] if training.offload else [True],
     }
     choices = itertools.product(*([None, *values] for values in options.values()))
-    every = [
-        {key: value for key, value in zip(options, chosen, strict=True) if value is not None} for chosen in choices
+    all_changes = [
+        {option: value for option, value in zip(options, values, strict=True) if value is not None}
+        for values in choices
     ]
     order = list(options)
     # Of as many changes, one whose last key comes earlier, and the least value of it.
-    every.sort(key=lambda changes: (len(changes), [order.index(key) for key in reversed(changes)]))
-    for changes in every:
-        yield _changed(job, changes), changes
+    all_changes.sort(key=lambda changes: (len(changes), [order.index(option) for option in reversed(changes)]))
+    for changes in all_changes:
+        yield _apply_changes(job, changes), changes
 
 
-FIELDS = {
+SHAPE_FIELDS = {
     "training.recompute_activations": ("training", "recompute"),
     "training.microbatch_tokens": ("training", "microbatch_tokens"),
     "training.ranks": ("training", "ranks"),
@@ -130,13 +131,13 @@ FIELDS = {
 """Where a SizedJob has the values of keys."""
 
 
-def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
+def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     parts: dict[str, dict[str, object]] = {"training": {}, "engine": {}}
-    for key, value in changes.items():
-        if key == "model.dtype":
+    for option, value in changes.items():
+        if option == "model.dtype":
             parts["training"]["dtype"] = parts["engine"]["dtype"] = value
         else:
-            section, field = FIELDS[key]
+            section, field = SHAPE_FIELDS[option]
             parts[section][field] = value
     return dataclasses.replace(
         job,
@@ -145,15 +146,15 @@ def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     )
 
 
-def _proposed(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
+def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
     """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share; and the deadline if
     the weights take longer to load."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
-    usable = device_bytes * (1 - memory.MARGIN)
-    free_bytes = usable - sum(memory.engine_parts(model, engine).values())
-    if job.turns:
+    usable_bytes = device_bytes * (1 - memory.MARGIN)
+    free_bytes = usable_bytes - sum(memory.engine_parts(model, engine).values())
+    if job.takes_turns:
         free_bytes -= memory.CONTEXT_BYTES
-    elif not job.own_gpu:
+    elif not job.has_own_gpus:
         free_bytes -= sum(memory.trainer_parts(model, job.training).values())
     if free_bytes < job.engine.kv_tokens * memory.kv_bytes(model, engine.dtype, engine.tensor_parallel):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
@@ -163,16 +164,16 @@ def _proposed(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> dic
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
     parts = memory.engine_parts(model, engine)
     share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
-    proposed: dict[str, object] = {
+    proposal: dict[str, object] = {
         "rollout.engine.kv_tokens": kv_tokens,
         "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),
         "rollout.engine.max_batch_tokens": engine.batch_tokens,
     }
     if job.is_vllm:
-        proposed["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
+        proposal["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
     if (start_s := round(START_S + 4 * model.parameters / LOAD_BYTES_S)) > job.start_s:
-        proposed["deadlines.start_s"] = start_s
-    return proposed
+        proposal["deadlines.start_s"] = start_s
+    return proposal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +235,8 @@ def propose_split(work: StepWork, num_gpus: int, tensor_parallel: int = 1, min_r
     best: tuple[float, int, int] | None = None  # (seconds of a step, ranks, instances)
     for ranks in range(min_ranks, num_gpus - tensor_parallel + 1):
         instances = (num_gpus - ranks) // tensor_parallel
-        key = max(work.sample_s / instances, work.train_s / ranks), ranks, instances
-        best = key if best is None else min(best, key)
+        option = max(work.sample_s / instances, work.train_s / ranks), ranks, instances
+        best = option if best is None else min(best, option)
     if best is None:
         return None
     step_s, ranks, instances = best

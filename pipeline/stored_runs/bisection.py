@@ -144,8 +144,8 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
 
 def best_version_before(run_dir: Path, at: int) -> int:
     """The version before `at` whose evaluation has the highest reward; without one, that of ten steps before."""
-    evaluated = [e for e in read_evaluations(run_dir) if e.version < at and e.sampled is not None]
-    best = max(evaluated, key=lambda e: e.sampled or 0.0, default=None)
+    evaluations = [e for e in read_evaluations(run_dir) if e.version < at and e.sampled is not None]
+    best = max(evaluations, key=lambda e: e.sampled or 0.0, default=None)
     return max(0, at - 10) if best is None else best.version
 
 
@@ -181,11 +181,11 @@ def search(
         The smallest part that prevents the drop, and an empty text; or None, and the reason why it is not the cause.
     """
     window = f"step >= {since} and step < {at}"
-    preventing: list[Trial] = []
+    preventing_trials: list[Trial] = []
 
     def prevents(part: RowSubset) -> bool:
         trial = leave_out(part)
-        preventing.extend([trial] * trial.prevents)
+        preventing_trials.extend([trial] * trial.prevents)
         return trial.prevents
 
     def without_steps(steps: Sequence[int]) -> bool:
@@ -199,9 +199,9 @@ def search(
         prevents(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
     steps = halve(list(range(since, at)), without_steps)
     halve(_groups_by_influence(table, steps), without_groups)
-    if not preventing:
+    if not preventing_trials:
         return None, "no part alone prevents the drop, only all steps together"
-    cause = min(preventing, key=lambda trial: trial.rows)
+    cause = min(preventing_trials, key=lambda trial: trial.rows)
     if any(leave_out(part).prevents for part in random_parts(table, cause)):
         return None, f"{cause.left_out} prevents the drop, but so do random groups with as many rows"
     return cause, ""
@@ -231,9 +231,9 @@ def _groups_by_influence(table: Mapping[str, npt.NDArray[Any]], steps: Sequence[
 
 def random_parts(table: Mapping[str, npt.NDArray[Any]], cause: Trial) -> list[RowSubset]:
     """Random groups with as many rows as a part, of groups without a row of it where these are enough."""
-    in_cause = np.isin(table["group"], table["group"][Selection(cause.where).mask(table)])
-    others = table["group"][~in_cause] if np.sum(~in_cause) >= cause.rows else table["group"]
-    groups, sizes = np.unique(others, return_counts=True)
+    is_in_cause = np.isin(table["group"], table["group"][Selection(cause.where).mask(table)])
+    other_groups = table["group"][~is_in_cause] if np.sum(~is_in_cause) >= cause.rows else table["group"]
+    groups, sizes = np.unique(other_groups, return_counts=True)
     parts, rng = [], np.random.default_rng(0)
     for _ in range(NUM_CONTROLS):
         order = rng.permutation(len(groups))
@@ -303,14 +303,14 @@ class _TrialRunner:
     trials: list[Trial] = field(default_factory=list)
 
     def leave_out(self, part: RowSubset) -> Trial:
-        removed = self.trainer.trained_rows(part.where)
-        rewards = self.trainer.train(removed)
+        removed_mask = self.trainer.trained_rows(part.where)
+        rewards = self.trainer.train(removed_mask)
         difference = paired_difference(self.unchanged, rewards)
         recovers = difference is not None and difference.mean >= -MIN_RECOVERED_SHARE * self.reward_change.mean
         trial = Trial(
             left_out=part.label,
             where=part.where,
-            rows=int(removed.sum()),
+            rows=int(removed_mask.sum()),
             reward=_mean(rewards),
             difference=difference,
             prevents=recovers and difference is not None and difference.p < P_LIMIT,
@@ -327,38 +327,38 @@ class _PartialTrainer:
         """folder: for the state at the earlier version and for weights to evaluate."""
         self._plan, self._store, self._policy, self._folder = plan, store, policy, folder
         self._context = inspect_model(plan.offline.config).context_length
-        self._published = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
+        self._published_fingerprints = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
         self.table: Table = store.table()
-        self._trained: Mask = self.table["fate"] == unlearning.CONSUMED_CODE
+        self._trained_mask: Mask = self.table["fate"] == unlearning.CONSUMED_CODE
         self.same_weights = False
         self._is_sharded = plan.offline.config.training.ranks > 1
-        self._point = folder / ("point" if self._is_sharded else "point.pt")
+        self._resume_point = folder / ("point" if self._is_sharded else "point.pt")
         self._restore_earlier_version()
 
     @property
     def window(self) -> Table:
         """Columns of the rows that the repeated steps trained on."""
         step = self.table["step"]
-        rows = self._trained & (step >= self._plan.since) & (step < self._plan.at)
+        rows = self._trained_mask & (step >= self._plan.since) & (step < self._plan.at)
         return {name: self.table[name][rows] for name in ("step", "group", "staleness", "advantage", "response_tokens")}
 
     def trained_rows(self, where: str) -> Mask:
         """Mask of the trained rows that a selection names."""
-        return self._trained & Selection(where).mask(self._store.columns())
+        return self._trained_mask & Selection(where).mask(self._store.columns())
 
-    def train(self, removed: Mask) -> dict[str, list[float]]:
+    def train(self, removed_mask: Mask) -> dict[str, list[float]]:
         """Train the steps without some rows; returns the rewards of the result by prompt."""
         advantages = self.table["advantage"]
-        if removed.any():
+        if removed_mask.any():
             advantages = unlearning.estimate_remaining_advantages(
-                self._plan.offline.config, self.table, self._trained, removed
+                self._plan.offline.config, self.table, self._trained_mask, removed_mask
             )
-        self._policy.load_state(self._point)
+        self._policy.load_state(self._resume_point)
         for step in range(self._plan.since, self._plan.at):
-            self._train_step(step, removed, advantages)
-        if not removed.any():
+            self._train_step(step, removed_mask, advantages)
+        if not removed_mask.any():
             weights = self._policy.apply_to_weights(fingerprint)
-            self.same_weights = weights == self._published[self._plan.at]
+            self.same_weights = weights == self._published_fingerprints[self._plan.at]
         return self.evaluate(self._plan.at)
 
     def evaluate(self, version: int) -> dict[str, list[float]]:
@@ -368,7 +368,7 @@ class _PartialTrainer:
             self._policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
             self._policy.save(model, weights)
             scores = held_out_scores(
-                self._plan.offline, str(model), version, self._context, lambda _: None, decoding=(False,)
+                self._plan.offline, str(model), version, self._context, lambda _: None, greedy_passes=(False,)
             )
         if scores is None:
             raise ConfigError("bisect: every held-out prompt was trained on")
@@ -382,21 +382,21 @@ class _PartialTrainer:
         else:
             for step in range(offline.config.training.sft.steps):
                 self._policy.fine_tune(step)
-        nothing = np.zeros(len(self.table["step"]), bool)
+        no_rows = np.zeros(len(self.table["step"]), bool)
         for step in range(offline.start, since):
-            self._train_step(step, nothing, self.table["advantage"])
-        if since and self._policy.apply_to_weights(fingerprint) != self._published[since]:
+            self._train_step(step, no_rows, self.table["advantage"])
+        if since and self._policy.apply_to_weights(fingerprint) != self._published_fingerprints[since]:
             raise StoreError(
                 f"the weights of version {since}, trained again here, are not those that the run published; "
                 "use a machine like the run's (`staleflow verify` compares them)"
             )
         if self._is_sharded:
-            self._point.mkdir()
-        self._policy.begin_save(self._point)
+            self._resume_point.mkdir()
+        self._policy.begin_save(self._resume_point)
         self._policy.end_save()
 
-    def _train_step(self, step: int, removed: Mask, advantages: npt.NDArray[np.float32]) -> None:
-        (positions,) = np.nonzero(self._trained & (self.table["step"] == step) & ~removed)
+    def _train_step(self, step: int, removed_mask: Mask, advantages: npt.NDArray[np.float32]) -> None:
+        (positions,) = np.nonzero(self._trained_mask & (self.table["step"] == step) & ~removed_mask)
         if not len(positions):
             return
         batch = []

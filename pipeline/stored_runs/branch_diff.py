@@ -92,5 +92,5 @@ def _num_common_rows(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Ma
     return rows if equal.all() else int(np.argmin(equal))
 
 
-def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:
-    return float(rewards[scored].mean()) if scored.any() else 0.0
+def _mean(rewards: npt.NDArray[np.float32], is_scored: npt.NDArray[np.bool_]) -> float:
+    return float(rewards[is_scored].mean()) if is_scored.any() else 0.0

@@ -278,10 +278,10 @@ def _compare_on_same_prompts(base_job: _JobRuns, job: _JobRuns) -> Iterator[Prom
         evaluations = [run_evaluations[name, version] for run_evaluations in by_point]
         reason = _explain_other_rewards(evaluation.function for evaluation in evaluations)
         for responses in ("sampled", "greedy"):
-            by_run = [{p: getattr(r, responses) for p, r in e.prompts.items()} for e in evaluations]
+            rewards_by_run = [{p: getattr(r, responses) for p, r in e.prompts.items()} for e in evaluations]
             count = len(base_job.runs)
-            if all(any(run_evaluations.values()) for run_evaluations in by_run):
-                rewards = _merge_rewards(by_run[:count]), _merge_rewards(by_run[count:])
+            if all(any(run_evaluations.values()) for run_evaluations in rewards_by_run):
+                rewards = _merge_rewards(rewards_by_run[:count]), _merge_rewards(rewards_by_run[count:])
                 yield _make_difference(base_job, job, name, responses, version, rewards, reason)
     reason = _explain_other_rewards(run.reward for run in all_runs)
     if len({run.data for run in all_runs}) > 1 or not all_runs[0].data:
@@ -389,9 +389,9 @@ def make_result_tables(comparison: Comparison) -> Iterator[Table]:
     yield Table(
         title="Reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluation_rows(comparison))
     )
-    last = {(d.job, d.set, d.responses): d for d in comparison.differences}
+    last_differences = {(d.job, d.set, d.responses): d for d in comparison.differences}
     for job in jobs[1:]:
-        rows = [_difference_row(d) for d in last.values() if d.job == job]
+        rows = [_difference_row(d) for d in last_differences.values() if d.job == job]
         columns = ["", "prompts", "version", "difference", "95 %", "p"]
         yield Table(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
     yield Table(title="Where the trainer's time went", columns=["", *jobs], rows=list(_time_rows(comparison)))

@@ -78,11 +78,11 @@ def export(
             cleanup.callback(shutil.rmtree, tmp_path, ignore_errors=True)
             _refuse_existing(out)  # another export may have finished meanwhile
             _clear_folder(tmp_path)  # files of a killed export
-            data = tmp_path / "data" if to == "hf" else tmp_path
-            data.mkdir(exist_ok=True)
-            written, files, errors = _write_parts(run_dir, store, rows, to, data, pool, progress)
+            data_folder = tmp_path / "data" if to == "hf" else tmp_path
+            data_folder.mkdir(exist_ok=True)
+            num_written, files, errors = _write_parts(run_dir, store, rows, to, data_folder, pool, progress)
             if to == "hf":
-                (tmp_path / "README.md").write_text(_make_card(config.name, written, store))
+                (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store))
             size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
             if to == "jsonl":
                 _join_files(files, tmp_path / "whole")
@@ -95,7 +95,7 @@ def export(
             raise
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
-    return ExportResult(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+    return ExportResult(path=str(out), rows=num_written, files=count, bytes=size, errors=errors)
 
 
 def check_request(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
@@ -115,8 +115,8 @@ def _select_rows(
     store = VersionedStore.open(run_dir / "store", branch=branch)
     rows = select_positions(store, where)
     if not len(rows):
-        none = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
-        raise ConfigError(f"{run_dir}: {none}")
+        problem = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
+        raise ConfigError(f"{run_dir}: {problem}")
     require_writable_folder(out.parent)
     return store, rows
 
@@ -138,9 +138,9 @@ def _write_parts(
     """(number of trajectories written, files in row order, errors of rows left out)."""
     row_ranges = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
     files = [folder.resolve() / _file_name(to, number, len(row_ranges)) for number in range(len(row_ranges))]
-    where = (str(run_dir.resolve()), str(store.path), store.snapshot)
+    store_reference = (str(run_dir.resolve()), str(store.path), store.snapshot)
     num_written, errors = 0, dict[int, str]()
-    calls = ((to, *where, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
+    calls = ((to, *store_reference, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
     for count, part_errors in pool.run(write_part, calls):
         num_written += count
         errors |= part_errors
@@ -150,11 +150,11 @@ def _write_parts(
 
 
 def _clear_folder(folder: Path) -> None:
-    for old in folder.iterdir():
-        if old.is_dir():
-            shutil.rmtree(old)
-        elif old.name != LOCK:
-            old.unlink()
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 def _file_name(to: str, number: int, count: int) -> str:
@@ -209,27 +209,27 @@ def write_part(
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
 
 
-def _write_lines(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
-    written = 0
+def _write_lines(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
+    num_written = 0
     with file.open("w") as out:
-        for rows, texts in read:
+        for rows, texts in blocks:
             for row, text in zip(rows, texts, strict=True):
                 record = dataframes.plain_row(row)
                 line = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
                 line |= {**dataclasses.asdict(text), "reward_parts": row.trajectory.reward_parts}
                 out.write(json.dumps(line, separators=(",", ":")) + "\n")
-            written += len(rows)
-    return written
+            num_written += len(rows)
+    return num_written
 
 
-def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
+def _write_parquet(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     parquet = dataframes.import_offline_module("pyarrow.parquet")
-    written = 0
+    num_written = 0
     with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXT_COLUMNS[to]), compression="zstd") as out:
-        for rows, texts in read:
+        for rows, texts in blocks:
             out.write_table(dataframes.arrow_table(rows, TEXT_COLUMNS[to], texts))
-            written += len(rows)
-    return written
+            num_written += len(rows)
+    return num_written
 
 
 @cache_per_process(2)

@@ -283,11 +283,11 @@ def read_rows(
     rows = list(open_store_at(path, snapshot).readable(start, stop))
     errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
     indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
-    computed = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
+    results = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = open_store_at(path, snapshot).row_positions(start, stop) if keep_logprobs else None
-    for i, logprobs_of_row in zip(indices, computed, strict=True):
+    for i, logprobs_of_row in zip(indices, results, strict=True):
         row = rows[i]
         assert isinstance(row, EndedTrajectory)
         sampled = row.trajectory.sampled
@@ -309,12 +309,12 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
     from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row
 
-    packed = [Row.of(row) for row in rows]
-    sequences = BranchSequences.of(packed)
+    packed_rows = [Row.of(row) for row in rows]
+    sequences = BranchSequences.of(packed_rows)
     with _model_lock:
         values = _logprob_model(settings).row_logprobs(sequences.rows, range(len(sequences.rows)))
-    by_row = sequences.merge_by_row(packed, values)
-    return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed)]
+    by_row = sequences.merge_by_row(packed_rows, values)
+    return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed_rows)]
 
 
 def _compute_sums(
@@ -323,7 +323,7 @@ def _compute_sums(
     log_ratio = np.clip(model_logprobs.astype(np.float64) - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
     low, high = settings.clip_range
-    clipped = (ratio < low) | (ratio > high)
+    is_clipped = (ratio < low) | (ratio > high)
     abs_log_ratio = np.abs(log_ratio)
     values = {
         "tokens": len(ratio),
@@ -333,7 +333,7 @@ def _compute_sums(
         "kl": (ratio - 1 - log_ratio).sum(),
         "ratio": ratio.sum(),
         "ratio_squared": (ratio**2).sum(),
-        "clipped": clipped.sum(),
+        "clipped": is_clipped.sum(),
     }
     return np.asarray([values[name] for name in SUMS], np.float64)
 

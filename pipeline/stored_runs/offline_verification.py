@@ -48,10 +48,10 @@ def verify_offline(
     """Verify an offline training: its chain, that of the run whose batches it used, and its final weights.
 
     Args:
-        folder: The folder that it made; its run's store is where it was.
-        steps: Random steps to repeat, all from the base model, or from the run's resume point that it began with.
-        seed: Chooses them; by default others each time.
-        client: A `distributed.Client` whose workers repeat them; by default local processes do.
+        folder: Its folder. The store of its run must be at the same path as during the training.
+        steps: Number of random steps to repeat, from the base model or the resume point at which the training began.
+        seed: Seed of the choice of steps; random by default.
+        client: A `distributed.Client` whose workers repeat the steps; by default local processes do.
         report: Called with events, as in `train_offline`.
 
     Raises:
@@ -76,9 +76,9 @@ def verify_offline(
         findings += _find_broken_links(origin, lines, entries, record.start)
         if len(lines) != record.steps - record.start:
             message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
-            findings.append(Finding(check=CHECK, where=HISTORY, message=message))
+            findings.append(Finding(check=CHECK, location=HISTORY, message=message))
     run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
-    findings += _find_other_batches(store, record.where, run_steps)
+    findings += _find_changed_batches(store, record.where, run_steps)
     result, sample = repeated_steps.RepetitionResult(), list[int]()
     checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
     if (checkpoint / certificate.FILE).exists():
@@ -90,7 +90,7 @@ def verify_offline(
             message = (
                 f"its last line, {len(lines) - 1}, is not the one that {certificate.FILE} of {checkpoint.name} names"
             )
-            findings.append(Finding(check=CHECK, where=HISTORY, message=message))
+            findings.append(Finding(check=CHECK, location=HISTORY, message=message))
     else:
         unverified.append(f"the last line of {HISTORY}: no {certificate.FILE} of {checkpoint.name} names it")
     if not findings and chain.num_entries and entries[0].previous:
@@ -99,8 +99,8 @@ def verify_offline(
         except ConfigError as error:
             unverified.append(f"weights: {error}")
         else:
-            numbers = range(record.start, record.start + len(entries))
-            sample = sorted(random.Random(seed).sample(numbers, min(steps, len(entries))))
+            step_numbers = range(record.start, record.start + len(entries))
+            sample = sorted(random.Random(seed).sample(step_numbers, min(steps, len(entries))))
             run_job = dataclasses.replace(config, seed=load_job(Path(path).parent).seed)
             resume_points = ResumePoints(Path(path).parent / "resume")
             start = record.start if record.start in resume_points.complete_versions() else 0
@@ -119,18 +119,18 @@ def verify_offline(
                     ),
                 ),
                 weights={r.step + 1: r.weight_fingerprint for r in run_steps}
-                | {number + 1: entry.weights for number, entry in zip(numbers, entries, strict=True)},
+                | {number + 1: entry.weights for number, entry in zip(step_numbers, entries, strict=True)},
                 batches={r.step: r.batch_fingerprint for r in run_steps}
-                | {number: entry.batch for number, entry in zip(numbers, entries, strict=True)},
+                | {number: entry.batch for number, entry in zip(step_numbers, entries, strict=True)},
             )
             if checkpoint.is_dir():
-                last = dataclasses.replace(part, start=numbers.stop, stop=numbers.stop)
-                plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), last))
+                end_part = dataclasses.replace(part, start=step_numbers.stop, stop=step_numbers.stop)
+                plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), end_part))
             else:
                 unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
             report({"say": f"repeating {format_steps(range(start, max(sample) + 1))} for {format_steps(sample)}"})
             result = run_repetition(plan, client, report)
-    contradictions, explained = sort_differences(
+    contradictions, unverified_differences = sort_differences(
         result, {record.start + number: entry.numerics for number, entry in enumerate(entries)}
     )
     return Verification(
@@ -142,7 +142,7 @@ def verify_offline(
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
         findings=(*findings, *contradictions),
-        unverified=(*unverified, *explained, *result.unverified),
+        unverified=(*unverified, *unverified_differences, *result.unverified),
         checkpoint=str(checkpoint) if checkpoint.is_dir() else "",
         checkpoint_is_equal=result.checkpoint_is_equal,
         not_covered=(
@@ -187,23 +187,23 @@ def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_His
         if not 0 <= record.start < record.steps:
             raise ValueError(f"start = {record.start} must be one of its steps")
         name = HISTORY
-        *lines, rest = (folder / HISTORY).read_bytes().split(b"\n")
-        if rest or not lines:
+        *lines, remainder = (folder / HISTORY).read_bytes().split(b"\n")
+        if remainder or not lines:
             raise ValueError(f"its line {len(lines)} has no end")
         return record, lines, [codec.decode(parse_json(line), _HistoryLine) for line in lines]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / name}: not of an offline training: {strerror(error)}; copy it again") from error
 
 
-def _find_other_batches(store: VersionedStore, where: str, run_steps: Sequence[StepRecord]) -> Iterator[Finding]:
-    """Compare what would be trained in the steps before the first one that was, with what the run trained."""
+def _find_changed_batches(store: VersionedStore, where: str, run_steps: Sequence[StepRecord]) -> Iterator[Finding]:
+    """Check that the batches of the steps before the training's first are those that the run consumed."""
     rows_by_step = repeated_steps.select_consumed_rows(store, where) if run_steps else {}
     for record in run_steps:
         batch = repeated_steps.read_batch_rows(store, rows_by_step[record.step]) if record.step in rows_by_step else []
         rows = [row for row in batch if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in rows) != record.batch_fingerprint:
             message = "its batch is not the run's, and it was not trained again"
-            yield Finding(check=CHECK, where=f"step {record.step}", message=message)
+            yield Finding(check=CHECK, location=f"step {record.step}", message=message)
 
 
 def _find_broken_links(
@@ -213,5 +213,5 @@ def _find_broken_links(
     for number, (line, entry) in enumerate(zip(lines, entries, strict=True), start):
         if entry.previous != previous_entry:
             predecessor = "the line before it" if number > start else f"the run, {JOB} and {RECORD}"
-            yield Finding(check=CHECK, where=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
+            yield Finding(check=CHECK, location=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
         previous_entry = entry_of(line)

@@ -70,13 +70,13 @@ class Pool:
         from distributed.client import FutureCancelledError
 
         calls = iter(calls)
-        free = self.free_workers(model=model)
-        placement = {"workers": free, "allow_other_workers": True} if self.shared else {}
+        addresses = self.free_workers(model=model)
+        placement = {"workers": addresses, "allow_other_workers": True} if self.shared else {}
 
         def submit(call: tuple[Any, ...]) -> Any:
             return self.client.submit(function, *call, pure=False, **placement)
 
-        max_in_flight = len(free) * CALLS_PER_WORKER
+        max_in_flight = len(addresses) * CALLS_PER_WORKER
         # zip with a range would take one more call and drop it.
         futures = as_completed([submit(call) for call in itertools.islice(calls, max_in_flight)])
         for future in futures:
@@ -110,15 +110,17 @@ class Pool:
         if not self.shared:
             return list(workers)
         unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
-        free = [address for address in workers if address not in unavailable]
-        reserved = [address for address in free if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)]
-        free = (reserved or free) if model else free
-        if not free:
+        addresses = [address for address in workers if address not in unavailable]
+        exclusive_workers = [
+            address for address in addresses if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)
+        ]
+        addresses = (exclusive_workers or addresses) if model else addresses
+        if not addresses:
             raise ConfigError(
                 f"cluster: none of its {len(workers)} workers is free, jobs have {len(unavailable)}; start one, or "
                 "wait for a job to end (`staleflow jobs`)"
             )
-        return free
+        return addresses
 
 
 def run_reporting(pool: Pool, function: Callable[..., Any], plan: Any, report: Report) -> Any:
@@ -217,13 +219,13 @@ def cache_per_process(max_results: int) -> Callable[[Callable[Params, Result]], 
     """
 
     def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
-        cached = functools.lru_cache(maxsize=max_results)(function)
+        cached_function = functools.lru_cache(maxsize=max_results)(function)
 
         @functools.wraps(function)
         def cached_call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             assert not kwargs
             with creation_lock:
-                return cached(*args)
+                return cached_function(*args)
 
         return cached_call
 

@@ -54,8 +54,8 @@ def select_consumed_rows(store: VersionedStore, where: str) -> dict[int, npt.NDA
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
     (positions,) = np.nonzero(mask)
     positions = positions[np.argsort(columns["step"][positions], kind="stable")]
-    steps, firsts = np.unique(columns["step"][positions], return_index=True)
-    return dict(zip(steps.tolist(), np.split(positions, firsts[1:]), strict=True)) if len(positions) else {}
+    steps, starts = np.unique(columns["step"][positions], return_index=True)
+    return dict(zip(steps.tolist(), np.split(positions, starts[1:]), strict=True)) if len(positions) else {}
 
 
 def offline_steps(
@@ -63,9 +63,9 @@ def offline_steps(
 ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """For each step of all epochs: (step number for the learning-rate schedule, positions of its rows). num_steps: of
     the job, for the step numbers of later epochs."""
-    chosen = select_consumed_rows(store, where)
+    rows_by_step = select_consumed_rows(store, where)
     for epoch in range(epochs):
-        for step, rows in chosen.items():
+        for step, rows in rows_by_step.items():
             yield epoch * num_steps + step, rows
 
 
@@ -103,8 +103,8 @@ def open_policy(
 def read_batch_rows(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
     """Read a batch. positions: positions of its rows, in the trainer's order."""
     start, stop = int(positions[0]), int(positions[-1]) + 1  # they are close together, since one commit wrote them
-    stored = list(store.readable(start, stop))
-    return [stored[i - start] for i in positions.tolist()]
+    rows = list(store.readable(start, stop))
+    return [rows[i - start] for i in positions.tolist()]
 
 
 def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> dict[str, float]:
@@ -161,7 +161,7 @@ class RepetitionPlan:
 class Difference:
     """A repeated result that differs from the run's record."""
 
-    where: str
+    location: str
     message: str
     step: int
     """The training step that should have produced it; -1 for version 0."""
@@ -200,8 +200,8 @@ def repeat(plan: RepetitionPlan, report: Report, *, shared: bool = False) -> Rep
     for task in tasks:
         try:
             task()
-        except _DifferenceFound as found:
-            repeater.result.differences.append(found.args[0])
+        except _DifferenceFound as error:
+            repeater.result.differences.append(error.args[0])
     repeater.result.numerics = numerics()
     return repeater.result
 
@@ -212,15 +212,15 @@ class _Repeater:
     def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: Report, *, shared: bool) -> None:
         self._plan, self._store, self._report, self._is_shared = plan, store, report, shared
         self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.ranges[0].parts[0].config.steps))
-        self._total = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
+        self._num_steps = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
         self.result = RepetitionResult()
-        self._origin = ""
+        self._origin_note = ""
         """The resume point that steps are repeated from, for messages: the chain has no hash of its optimizer state."""
 
     def repeat(self, steps_range: RepeatedRange) -> None:
         """Repeat a range of steps. Raises _DifferenceFound."""
         version = steps_range.parts[0].start
-        self._origin = f", repeated from the resume point of version {version}" if steps_range.resume_point else ""
+        self._origin_note = f", repeated from the resume point of version {version}" if steps_range.resume_point else ""
         with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
             points, point = (
                 ResumePoints(Path(folder)),
@@ -241,31 +241,33 @@ class _Repeater:
     def compare_checkpoint(self, folder: str, part: JobPart) -> None:
         """Compare a checkpoint's weights with the published ones, and its files with those that the job's trainer saves
         of these weights. Raises _DifferenceFound."""
-        where, version = f"version {part.start} in {folder}", part.start
+        location, version = f"version {part.start} in {folder}", part.start
         is_adapter = bool(part.config.training.lora.rank)
         with tempfile.TemporaryDirectory(prefix="staleflow-") as tmp:
-            published, saved = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
+            published_fingerprint, saved_folder = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
             try:
                 if is_adapter:
                     adapter = weight_folder.read(Path(folder, *ADAPTER))
-                    weights = weight_file.write(published, adapter)
+                    weights = weight_file.write(published_fingerprint, adapter)
                 else:
-                    own_rows = dataclasses.replace(part.config.model, path=folder)
-                    with self._open_policy(dataclasses.replace(part.config, model=own_rows), part) as policy:
-                        weights = policy.apply_to_weights(lambda tensors: weight_file.write(published, tensors))
+                    checkpoint_model = dataclasses.replace(part.config.model, path=folder)
+                    with self._open_policy(dataclasses.replace(part.config, model=checkpoint_model), part) as policy:
+                        weights = policy.apply_to_weights(
+                            lambda tensors: weight_file.write(published_fingerprint, tensors)
+                        )
             except (ConfigError, StoreError) as error:
-                raise _DifferenceFound(Difference(where, str(error), version - 1, False)) from error
-            self._compare(weights, version, where, was_computed=False)
+                raise _DifferenceFound(Difference(location, str(error), version - 1, False)) from error
+            self._compare(weights, version, location, was_computed=False)
             with self._open_policy(part.config, part) as policy:
-                policy.save(saved, published)
-            files = compare_files(Path(folder), saved)
-        self.result.unverified += files.unverified
-        self.result.checkpoint_is_equal = files.weights_are_equal and not files.differences
-        if files.differences:
+                policy.save(saved_folder, published_fingerprint)
+            comparison = compare_files(Path(folder), saved_folder)
+        self.result.unverified += comparison.unverified
+        self.result.checkpoint_is_equal = comparison.weights_are_equal and not comparison.differences
+        if comparison.differences:
             was_computed = (
-                is_adapter and not files.weights_are_equal
+                is_adapter and not comparison.weights_are_equal
             )  # an adapter was merged into the model's weights here
-            raise _DifferenceFound(Difference(where, "; ".join(files.differences), version - 1, was_computed))
+            raise _DifferenceFound(Difference(location, "; ".join(comparison.differences), version - 1, was_computed))
 
     @contextlib.contextmanager
     def _open_policy(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
@@ -273,8 +275,8 @@ class _Repeater:
         held_out, path = self._store.header.held_out, config.model.path
         with contextlib.ExitStack() as stack:
             try:
-                opened = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._is_shared)
-                policy = stack.enter_context(opened)
+                policy_context = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._is_shared)
+                policy = stack.enter_context(policy_context)
             except StaleflowError:
                 raise
             except (*LOAD_ERRORS, SafetensorError) as error:
@@ -283,42 +285,46 @@ class _Repeater:
             yield policy
 
     def _load(self, policy: Policy, part: JobPart, point: Path | None) -> None:
-        where, was_computed = f"version {part.start} in {part.config.model.path}", False
+        location, was_computed = f"version {part.start} in {part.config.model.path}", False
         if point is not None:
-            where = f"resume point of version {part.start}"
+            location = f"resume point of version {part.start}"
             try:
                 policy.load_state(point)
             except StoreError as error:
-                raise _DifferenceFound(Difference(where, str(error), part.start - 1, False)) from error
+                raise _DifferenceFound(Difference(location, str(error), part.start - 1, False)) from error
         elif not part.start:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
                 was_computed = True
         if self._plan.weights.get(part.start):  # a run of an earlier version may not have stored it
-            self._compare(policy.apply_to_weights(fingerprint), part.start, where, was_computed=was_computed)
+            self._compare(policy.apply_to_weights(fingerprint), part.start, location, was_computed=was_computed)
 
     def _step(self, policy: Policy, step: int) -> None:
-        where = f"step {step}"
+        location = f"step {step}"
         if step >= len(self._steps):
-            raise _DifferenceFound(Difference(where, "no row that it was trained on is stored", step, False))
-        schedule, positions = self._steps[step]
+            raise _DifferenceFound(Difference(location, "no row that it was trained on is stored", step, False))
+        schedule_step, positions = self._steps[step]
         batch = [row for row in read_batch_rows(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
-            raise _DifferenceFound(Difference(where, "its batch is not the one that the trainer received", step, False))
+            raise _DifferenceFound(
+                Difference(location, "its batch is not the one that the trainer received", step, False)
+            )
         try:
-            metrics = train_step(policy, schedule, batch)
+            metrics = train_step(policy, schedule_step, batch)
         except IndexError as error:  # a forged token that is not in the vocabulary
-            raise _DifferenceFound(Difference(where, f"no training on its batch: {error}", step, False)) from error
-        self._compare(policy.apply_to_weights(fingerprint), step + 1, where, was_computed=True)
+            raise _DifferenceFound(Difference(location, f"no training on its batch: {error}", step, False)) from error
+        self._compare(policy.apply_to_weights(fingerprint), step + 1, location, was_computed=True)
         self.result.steps.append(step)
-        self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
+        self._report({"done": len(self.result.steps), "total": self._num_steps, "metrics": metrics})
 
-    def _compare(self, weights: str, version: int, where: str, *, was_computed: bool) -> None:
+    def _compare(self, weights: str, version: int, location: str, *, was_computed: bool) -> None:
         """Compare the fingerprint of weights with that of the version. Raises _DifferenceFound."""
-        published = self._plan.weights.get(version, "")
-        if weights != published:
-            message = f"the weights are {weights}, the run published {published or 'none'}{self._origin}"
-            raise _DifferenceFound(Difference(where, message, version - 1, was_computed))
+        published_fingerprint = self._plan.weights.get(version, "")
+        if weights != published_fingerprint:
+            message = (
+                f"the weights are {weights}, the run published {published_fingerprint or 'none'}{self._origin_note}"
+            )
+            raise _DifferenceFound(Difference(location, message, version - 1, was_computed))
 
 
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
@@ -339,17 +345,17 @@ class FileComparison:
     weights_are_equal: bool = True
 
 
-def compare_files(checkpoint: Path, saved: Path) -> FileComparison:
+def compare_files(checkpoint: Path, saved_folder: Path) -> FileComparison:
     """Compare the files of a checkpoint with a folder that the trainer has just saved. Raises OSError."""
     comparison = FileComparison()
-    actual_names, expected_names = _list_files(checkpoint), _list_files(saved)
+    actual_names, expected_names = _list_files(checkpoint), _list_files(saved_folder)
     checkpoint_version, own_version = (
-        _read_json_values(folder / "config.json").get(VERSION_KEY) for folder in (checkpoint, saved)
+        _read_json_values(folder / "config.json").get(VERSION_KEY) for folder in (checkpoint, saved_folder)
     )
     for name in sorted(expected_names):
         if name not in actual_names:
             comparison.differences.append(f"{name} is missing")
-        elif not _is_equal(checkpoint / name, saved / name):
+        elif not _is_equal(checkpoint / name, saved_folder / name):
             is_weights = name.endswith(".safetensors")
             comparison.weights_are_equal &= not is_weights
             line = f"{name} is not the file that the run's trainer saves"

@@ -61,9 +61,9 @@ class RescoreResult:
     mean_after: float
 
     def __repr__(self) -> str:
-        failed = f", {len(self.errors)} failed, first: {next(iter(self.errors.values()))}" if self.errors else ""
+        failures = f", {len(self.errors)} failed, first: {next(iter(self.errors.values()))}" if self.errors else ""
         means = f"mean reward {self.mean_before:.3f} -> {self.mean_after:.3f}"
-        return f"<RescoreResult branch {self.branch}: {means}, {self.scored} of {self.rows} scored{failed}>"
+        return f"<RescoreResult branch {self.branch}: {means}, {self.scored} of {self.rows} scored{failures}>"
 
 
 def rescore(
@@ -116,9 +116,9 @@ def rescore(
             f"{config.reward.setting}: it failed on all {num_scored} responses, so nothing is stored; on trajectory "
             f"{min(errors)}: {errors[min(errors)]}"
         )
-    consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
-    estimate = estimate_advantages(config, table, consumed, rewards, valid)
-    trained_before = consumed & (table["loss_mask"] > 0)
+    is_consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
+    estimate = estimate_advantages(config, table, is_consumed, rewards, valid)
+    trained_before = is_consumed & (table["loss_mask"] > 0)
     lineage = {
         "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.setting,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
@@ -127,7 +127,7 @@ def rescore(
         "branch": MAIN,
     }
     new_rewards = derived_branches.BranchRewards(
-        rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors
+        rewards=rewards, advantages=estimate, loss_mask=valid & is_consumed, errors=errors
     )
     snapshot = derived_branches.derive(store, path, branch, new_rewards, lineage)
     return RescoreResult(
@@ -137,7 +137,7 @@ def rescore(
         scored=num_scored,
         errors=errors,
         mean_before=float(table["reward"][trained_before].mean()) if trained_before.any() else 0.0,
-        mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
+        mean_after=float(rewards[is_consumed & valid].mean()) if (is_consumed & valid).any() else 0.0,
     )
 
 
@@ -188,19 +188,19 @@ def _replace_reward(config: RunConfig, reward: str) -> RunConfig:
 def estimate_advantages(
     config: RunConfig,
     table: dict[str, npt.NDArray[Any]],
-    consumed: npt.NDArray[np.bool_],
+    is_consumed: npt.NDArray[np.bool_],
     rewards: npt.NDArray[np.float32],
     valid: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float32]:
-    """[R] the job's advantage estimate over the rows of whole groups that `consumed` marks; 0 elsewhere."""
+    """[R] the job's advantage estimate over the rows of whole groups that `is_consumed` marks; 0 elsewhere."""
     estimate = np.zeros(len(rewards), np.float32)
-    (positions,) = np.nonzero(consumed)
+    (positions,) = np.nonzero(is_consumed)
     positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]
     size = config.batch.group_size
     penalties = actor_settings.overlong_penalty(config).penalties(table["response_tokens"][positions])
-    shaped = rewards[positions].astype(np.float64) - penalties
-    grouped = shaped.reshape(-1, size)
-    estimate[positions] = config.training.advantage.advantages(grouped, valid[positions].reshape(-1, size)).reshape(-1)
+    shaped_rewards = rewards[positions].astype(np.float64) - penalties
+    groups = shaped_rewards.reshape(-1, size)
+    estimate[positions] = config.training.advantage.advantages(groups, valid[positions].reshape(-1, size)).reshape(-1)
     return estimate
 
 
@@ -290,9 +290,9 @@ def _scorer(scoring: ScoringSettings) -> Scorer:
     """The calling thread's scorer, which has its own process: threads score in parallel."""
     from staleflow.tasks.sources.reward_process import Scorer
 
-    cached: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
-    if cached is None or cached[0] != scoring:
-        if cached is not None:
-            cached[1].close()
-        _per_thread.scorer = cached = (scoring, Scorer(scoring))
-    return cached[1]
+    cached_scorer: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
+    if cached_scorer is None or cached_scorer[0] != scoring:
+        if cached_scorer is not None:
+            cached_scorer[1].close()
+        _per_thread.scorer = cached_scorer = (scoring, Scorer(scoring))
+    return cached_scorer[1]

@@ -70,8 +70,8 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
 def _training_rewards(store: StoreReader) -> dict[str, list[float]]:
     """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored."""
     columns = store.columns(names=COLUMNS)
-    failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
-    (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~failed & (columns["dataset_row"] >= 0))
+    has_failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
+    (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~has_failed & (columns["dataset_row"] >= 0))
     rewards: dict[str, list[float]] = {}
     prompts = zip(columns["source"][positions].tolist(), columns["dataset_row"][positions].tolist(), strict=True)
     for (source, row), reward in zip(prompts, columns["reward"][positions].tolist(), strict=True):

@@ -63,14 +63,16 @@ def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[F
         Contradictions of the chain; and missing files, each with the reason why it is not verified. Missing files
         contradict nothing, since only the store may have been copied.
     """
-    contradictions, missing = dict[str, str](), list[str]()
+    contradictions, missing_files = dict[str, str](), list[str]()
     for compare in (_compare_jobs, _compare_code, _compare_fingerprints) if starts else ():
-        compare(run_dir, starts, contradictions, missing)
-    return [Finding(check="settings", where=name, message=message) for name, message in contradictions.items()], missing
+        compare(run_dir, starts, contradictions, missing_files)
+    return [
+        Finding(check="settings", location=name, message=message) for name, message in contradictions.items()
+    ], missing_files
 
 
 def _compare_jobs(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
 ) -> None:
     jobs = hash_job_files(run_dir)
     names, position = list(jobs), 0
@@ -82,40 +84,40 @@ def _compare_jobs(
             )
             break
         position = next((index for index in positions if index >= position), position)
-    recorded = {start.input("settings") for start in starts}
-    for name in (name for name, settings in jobs.items() if settings not in recorded):
-        if recorded - {*jobs.values()}:
+    recorded_settings = {start.input("settings") for start in starts}
+    for name in (name for name, settings in jobs.items() if settings not in recorded_settings):
+        if recorded_settings - {*jobs.values()}:
             contradictions[name] = "the steps of no start were trained by this job file"
         else:
-            missing.append(f"{name}: no stored step was trained by this job file")
+            missing_files.append(f"{name}: no stored step was trained by this job file")
 
 
 def _compare_code(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
 ) -> None:
     code_hash, recorded_hash = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
     if recorded_hash and not code_hash:
-        missing.append("code: the user code of the run is not in its folder")
+        missing_files.append("code: the user code of the run is not in its folder")
     elif recorded_hash not in (code_hash, start_inputs.user_code_hash(run_dir, branches=False)):
         contradictions["code"] = "it is not the user code that the run used"
     if other_steps := [step for start in starts if start.input("user_code") != recorded_hash for step in start.steps]:
-        missing.append(f"the user code of {format_steps(other_steps)}: only that of the last start is kept")
+        missing_files.append(f"the user code of {format_steps(other_steps)}: only that of the last start is kept")
 
 
 def _compare_fingerprints(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing: list[str]
+    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
 ) -> None:
     first, name = starts[0], source_fingerprints.FILE
     if first.steps.start or not first.input("sources"):  # the run was started by an earlier version
         return
     try:
-        stored = source_fingerprints.read(run_dir)
+        stored_fingerprints = source_fingerprints.read(run_dir)
     except StoreError as error:
         contradictions[name] = str(error).partition("; ")[0]
         return
-    if stored is None:
-        missing.append(f"{name}: it is not in the run's folder")
-    elif start_inputs.sources_hash(stored) != first.input("sources"):
+    if stored_fingerprints is None:
+        missing_files.append(f"{name}: it is not in the run's folder")
+    elif start_inputs.sources_hash(stored_fingerprints) != first.input("sources"):
         contradictions[name] = "it does not have the fingerprints that the run began with"
 
 
@@ -129,10 +131,10 @@ def list_uncovered_files(run_dir: Path, checkpoint: Path | None, repeated_points
     """
     names = sorted(path.name for path in run_dir.iterdir())
     known_patterns = (*COVERED, *chain.from_iterable(NOT_COVERED.values()))
-    unknown = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known_patterns))
-    for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown)):
-        if matching := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
-            yield f"{', '.join(matching)}: {reason}"
+    unknown_names = tuple(name for name in names if not any(fnmatchcase(name, pattern) for pattern in known_patterns))
+    for reason, patterns in (*NOT_COVERED.items(), ("no run writes them", unknown_names)):
+        if matching_names := [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]:
+            yield f"{', '.join(matching_names)}: {reason}"
     if unused_points := [
         f"v{version:08d}" for version in ResumePoints(run_dir / "resume").versions() if version not in repeated_points
     ]:

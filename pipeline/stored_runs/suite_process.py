@@ -36,7 +36,7 @@ def run_tasks(settings: dict[str, Any]) -> Any:
     for task in settings["tasks"]:
         if not manager.match_tasks([task]):
             return {"unknown_task": task}
-    evaluated: Any = lm_eval.simple_evaluate(
+    evaluation: Any = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": settings["model"]},
         tasks=settings["tasks"],
@@ -49,8 +49,8 @@ def run_tasks(settings: dict[str, Any]) -> Any:
     )
     return [
         figure
-        for task, results in evaluated["results"].items()
-        for figure in task_metrics(task, results, int(evaluated["n-shot"].get(task, 0)))
+        for task, results in evaluation["results"].items()
+        for figure in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
     ]
 
 

@@ -85,12 +85,12 @@ def run_suite(settings: SuiteSettings, python: str) -> list[SuiteMetric]:
         )
         if not file.is_file():
             raise SuiteFailed(f"lm-eval ended with exit code {process.returncode} and without results")
-        parsed = json.loads(file.read_text())
-    if "unknown_task" in parsed:
+        results = json.loads(file.read_text())
+    if "unknown_task" in results:
         raise ConfigError(
-            f"--tasks: lm-eval has no task {parsed['unknown_task']!r}; `lm-eval ls tasks` lists them, --include adds a "
-            "folder"
+            f"--tasks: lm-eval has no task {results['unknown_task']!r}; `lm-eval ls tasks` lists them, --include adds "
+            "a folder"
         )
-    if "error" in parsed:
-        raise SuiteFailed(f"lm-eval failed: {parsed['error']}")
-    return CODEC.decode(parsed, list[SuiteMetric])
+    if "error" in results:
+        raise SuiteFailed(f"lm-eval failed: {results['error']}")
+    return CODEC.decode(results, list[SuiteMetric])

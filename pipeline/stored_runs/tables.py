@@ -84,9 +84,9 @@ def dask_table(
     """
     store = VersionedStore.at(store.path, store.snapshot)
     (positions,) = np.nonzero(Selection(where).mask(store.columns()))
-    read = functools.partial(_read_rows, str(store.path), store.snapshot, positions)
+    read_block = functools.partial(_read_rows, str(store.path), store.snapshot, positions)
     decode = functools.partial(_decode_rows, str(run_dir.resolve())) if texts else None
-    return dataframes.to_dask(len(positions), block_rows, read, decode)
+    return dataframes.to_dask(len(positions), block_rows, read_block, decode)
 
 
 def _read_rows(

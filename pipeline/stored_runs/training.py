@@ -271,9 +271,9 @@ def _train_and_evaluate(
 def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
     """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
     if not (tmp_path / "plan").is_file() or (tmp_path / "plan").read_text() != plan.digest:
-        for old in (tmp_path / name for name in ("resume", "checkpoints", "history.jsonl")):
-            shutil.rmtree(old, ignore_errors=True)
-            old.unlink(missing_ok=True)
+        for path in (tmp_path / name for name in ("resume", "checkpoints", "history.jsonl")):
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
         replace_text(tmp_path / "job.toml", knob_tree.to_toml(plan.config), WRITE_REMEDY)
         replace_text(tmp_path / "plan", plan.digest, WRITE_REMEDY)
 
@@ -345,8 +345,8 @@ class _Training:
         with (self._tmp_path / "history.jsonl").open("a") as file:
             file.write(f"{line}\n")
         if time.monotonic() - self._saved_at > RESUME_POINT_S:
-            sharded = self._plan.config.training.ranks > 1
-            with self._points.writing(PolicyVersion(number + 1), sharded=sharded) as point:
+            is_sharded = self._plan.config.training.ranks > 1
+            with self._points.writing(PolicyVersion(number + 1), sharded=is_sharded) as point:
                 self.policy.begin_save(point)
                 self.policy.end_save()
             self._saved_at = time.monotonic()
@@ -357,10 +357,10 @@ class _Training:
         from staleflow.tasks.training.numerics import numerics
 
         inputs = [record.inputs for record in self._store.commits() if record.step < self._plan.start]
-        own = [values["numerics"] for values in inputs if "numerics" in values]
-        if {*own} <= {numerics()}:
+        stored = [values["numerics"] for values in inputs if "numerics" in values]
+        if {*stored} <= {numerics()}:
             return ""
-        return f"the steps before were trained with {own[-1]}; here it is {numerics()}, which may give other weights"
+        return f"the steps before were trained with {stored[-1]}; here it is {numerics()}, which may give other weights"
 
     def save(self, checkpoint: Path) -> None:
         """Save the current weights for `from_pretrained`."""
@@ -393,7 +393,7 @@ def held_out_scores(
     context: int,
     report: Report,
     *,
-    decoding: Sequence[bool] = (False, True),
+    greedy_passes: Sequence[bool] = (False, True),
 ) -> dict[bool, list[ScoredResponse]] | None:
     """Sample and score a response to each held-out prompt of a job, except to those that the plan trains on.
 
@@ -403,7 +403,7 @@ def held_out_scores(
         version: Version of the weights, for messages; 0 of the base model.
         context: Maximum tokens of the model.
         report: Called with messages.
-        decoding: Whether to decode greedily, for each pass over the prompts; else at the job's temperature.
+        greedy_passes: Whether to decode greedily, for each pass over the prompts; else at the job's temperature.
 
     Returns:
         For each pass, the scores in the order of the prompts; None if no prompt remains.
@@ -435,16 +435,16 @@ def held_out_scores(
         report({"say": line})
     if num_held_out < count:
         rows = np.concatenate(list(repeated_steps.select_consumed_rows(store, plan.where).values()))
-        trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
-        untrained = [task for task in tasks if task.prompt not in trained]
-        if not version and len(untrained) < len(tasks):
+        trained_prompts = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
+        untrained_tasks = [task for task in tasks if task.prompt not in trained_prompts]
+        if not version and len(untrained_tasks) < len(tasks):
             report(
                 {
-                    "say": f"leaving out {len(tasks) - len(untrained)} of {len(tasks)} held-out prompts: they were "
-                    "trained on"
+                    "say": f"leaving out {len(tasks) - len(untrained_tasks)} of {len(tasks)} held-out prompts: they "
+                    "were trained on"
                 }
             )
-        tasks = untrained
+        tasks = untrained_tasks
     if not tasks:
         return None
     # Always the transformers engine: it is available wherever the trainer is.
@@ -457,11 +457,11 @@ def held_out_scores(
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)
     scores: dict[bool, list[ScoredResponse]] = {}
     try:
-        encoded = [prompts.encode(t) for t in tasks]
-        for greedy in decoding:
+        encoded_prompts = [prompts.encode(t) for t in tasks]
+        for greedy in greedy_passes:
             tokens = generate_responses(
                 engine,
-                encoded,
+                encoded_prompts,
                 max_new_tokens=config.rollout.max_new_tokens,
                 greedy=greedy,
                 timeout_s=EVALUATION_LIMIT_S,

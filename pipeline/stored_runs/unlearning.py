@@ -96,30 +96,30 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     path = (run_dir / "store").resolve()
     store = VersionedStore.pinned(path)
     table = store.table()
-    trained, matching = table["fate"] == CONSUMED_CODE, Selection(where).mask(store.columns())
-    removed, remaining = trained & matching, trained & ~matching
-    if not removed.any() or not remaining.any():
-        none = "all" if removed.any() else "no"
-        raise ConfigError(f"{run_dir}: {none} trajectories that were trained on match where = {where!r}")
-    ids = tuple(table["trajectory"][removed].tolist())
+    trained_mask, matching_mask = table["fate"] == CONSUMED_CODE, Selection(where).mask(store.columns())
+    removed_mask, remaining_mask = trained_mask & matching_mask, trained_mask & ~matching_mask
+    if not removed_mask.any() or not remaining_mask.any():
+        count = "all" if removed_mask.any() else "no"
+        raise ConfigError(f"{run_dir}: {count} trajectories that were trained on match where = {where!r}")
+    ids = tuple(table["trajectory"][removed_mask].tolist())
     plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
-    advantages = estimate_remaining_advantages(plan.config, table, trained, removed)
+    advantages = estimate_remaining_advantages(plan.config, table, trained_mask, removed_mask)
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
     if not _branch_exists(path, branch, {**lineage, "parent": store.snapshot}):
-        loss_mask = (table["loss_mask"] > 0) & ~removed
+        loss_mask = (table["loss_mask"] > 0) & ~removed_mask
         new_rewards = derived_branches.BranchRewards(
             rewards=table["reward"], advantages=advantages, loss_mask=loss_mask, errors=None
         )
         derived_branches.derive(store, path, branch, new_rewards, lineage)
-    steps = np.unique(table["step"][remaining])
-    first_step = int(table["step"][removed].min())
+    steps = np.unique(table["step"][remaining_mask])
+    first_step = int(table["step"][removed_mask].min())
     start, resume_point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))
     unlearning = Unlearning(
         branch=branch,
         rows=len(ids),
-        never_trained=int((matching & ~trained).sum()),
-        recomputed=int(((advantages != table["advantage"]) & remaining).sum()),
-        steps_left_out=tuple(np.setdiff1d(table["step"][trained], steps).tolist()),
+        never_trained=int((matching_mask & ~trained_mask).sum()),
+        recomputed=int(((advantages != table["advantage"]) & remaining_mask).sum()),
+        steps_left_out=tuple(np.setdiff1d(table["step"][trained_mask], steps).tolist()),
         first_step=first_step,
         start=start,
         reason=reason,
@@ -131,7 +131,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
 
 
 def estimate_remaining_advantages(
-    config: RunConfig, table: dict[str, npt.NDArray[Any]], trained: Mask, removed: Mask
+    config: RunConfig, table: dict[str, npt.NDArray[Any]], trained_mask: Mask, removed_mask: Mask
 ) -> npt.NDArray[np.float32]:
     """Advantages of a run's rows without some of them.
 
@@ -141,21 +141,22 @@ def estimate_remaining_advantages(
     Args:
         config: The run's job.
         table: Its rows, as they are stored.
-        trained: [R] whether a step trained on the row.
-        removed: [R] which of these are left out.
+        trained_mask: [R] whether a step trained on the row.
+        removed_mask: [R] which of these are left out.
 
     Returns:
         [R] advantages; 0 of removed rows.
     """
     advantages: npt.NDArray[np.float32] = table["advantage"].copy()
-    scored = table["loss_mask"] > 0
-    for step in np.unique(table["step"][removed]):
-        batch = trained & (table["step"] == step)
+    is_scored = table["loss_mask"] > 0
+    for step in np.unique(table["step"][removed_mask]):
+        batch = trained_mask & (table["step"] == step)
         original, recomputed = (
-            estimate_advantages(config, table, batch, table["reward"], v) for v in (scored, scored & ~removed)
+            estimate_advantages(config, table, batch, table["reward"], v)
+            for v in (is_scored, is_scored & ~removed_mask)
         )
         advantages = np.where(batch & (original != recomputed), recomputed, advantages)
-    advantages[removed] = 0
+    advantages[removed_mask] = 0
     return advantages
 
 
@@ -175,9 +176,9 @@ def find_start(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, 
     current = {name: {value} for name, value in start_inputs.start_inputs(run_dir, "", None).items()}
     current["user_code"].add(start_inputs.user_code_hash(run_dir, branches=False))
     starts = [record.inputs for record in store.commits() if "settings" in record.inputs]
-    changed = [name for name in REQUIRED_INPUTS if not starts or {start.get(name) for start in starts} - current[name]]
-    if changed:
-        return 0, "", f"the run was not trained with the current {', '.join(changed)}"
+    names = [name for name in REQUIRED_INPUTS if not starts or {start.get(name) for start in starts} - current[name]]
+    if names:
+        return 0, "", f"the run was not trained with the current {', '.join(names)}"
     version = max((v for v in resume_points.complete_versions() if v <= latest), default=PolicyVersion(0))
     if not version:
         return 0, "", f"no resume point of version {latest} or before is kept" if latest else "it is changed in step 0"

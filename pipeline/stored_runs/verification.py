@@ -83,8 +83,8 @@ class Verification:
     def verified(self) -> bool:
         """Whether nothing contradicts the run, it has a hash chain, a step was repeated, and a checkpoint has the
         weights that its step published."""
-        done = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
-        return not self.findings and bool(done)
+        is_complete = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
+        return not self.findings and bool(is_complete)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Verification:
             lines.append(f"  weights: {count}: {format_steps(self.repeated_steps)}")
         if self.checkpoint_is_equal:
             lines.append("  checkpoint: it has the weights that its step published, bit for bit")
-        lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
+        lines += [f"  contradicted: {finding.location}: {finding.message}" for finding in self.findings]
         lines += [f"  not verified: {line}" for line in self.unverified]
         return (*lines, *(f"  not covered: {line}" for line in self.not_covered))
 
@@ -140,22 +140,22 @@ def verify_run(
         )
     step_records = [record for record in store.commits() if record.kind == "step"] if not chain.findings else []
     if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
-        findings.append(Finding(check="chain", where=f"step {gap}", message="is missing"))
+        findings.append(Finding(check="chain", location=f"step {gap}", message="is missing"))
         step_records = []
     starts = _read_starts(run_dir, chain.inputs, len(step_records)) if step_records else []
-    contradictions, missing = compare_files(run_dir, starts)
+    contradictions, missing_files = compare_files(run_dir, starts)
     findings += contradictions
-    unverified += missing
+    unverified += missing_files
     unverified += [f"{format_steps(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
-    origins = _find_origins(run_dir, starts)
+    resume_versions = _find_origins(run_dir, starts)
     if checkpoint_certificate is not None:
-        origins = {step: origin for step, origin in origins.items() if step < checkpoint_certificate.version}
-    sample = sorted(random.Random(seed).sample(sorted(origins), min(steps, len(origins))))
+        resume_versions = {s: v for s, v in resume_versions.items() if s < checkpoint_certificate.version}
+    sample = sorted(random.Random(seed).sample(sorted(resume_versions), min(steps, len(resume_versions))))
     result = RepetitionResult()
     if sample:
-        plan = _plan_repetition(run_dir, store, step_records, starts, {step: origins[step] for step in sample})
+        plan = _plan_repetition(run_dir, store, step_records, starts, {step: resume_versions[step] for step in sample})
         report({"say": _describe_plan(plan, sample, step_records)})
         if checkpoint is not None and checkpoint_certificate is not None:
             last_step = checkpoint_certificate.version - 1
@@ -172,11 +172,11 @@ def verify_run(
         unverified.append(
             f"weights: {'no step can be repeated' if step_records or not findings else 'the chain is broken'}"
         )
-    differences, explained = sort_differences(
+    differences, unverified_differences = sort_differences(
         result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
-    if unfinished := sorted({*sample} - {*result.steps}):
-        unverified.append(f"{format_steps(unfinished)}: of the sample, and not repeated to the end")
+    if unfinished_steps := sorted({*sample} - {*result.steps}):
+        unverified.append(f"{format_steps(unfinished_steps)}: of the sample, and not repeated to the end")
     return Verification(
         run=str(run_dir),
         num_steps=len(step_records),
@@ -186,10 +186,10 @@ def verify_run(
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.steps)),
         findings=(*findings, *differences),
-        unverified=(*unverified, *explained, *result.unverified),
+        unverified=(*unverified, *unverified_differences, *result.unverified),
         checkpoint="" if checkpoint is None else str(checkpoint),
         checkpoint_is_equal=result.checkpoint_is_equal,
-        not_covered=tuple(list_uncovered_files(run_dir, checkpoint, {origins[step] for step in sample})),
+        not_covered=tuple(list_uncovered_files(run_dir, checkpoint, {resume_versions[step] for step in sample})),
     )
 
 
@@ -218,15 +218,15 @@ def resolve_models(config: RunConfig) -> RunConfig:
 def _find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     """For each step that can be repeated, the version from which to repeat: 0, or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
-    origins: dict[int, int] = {}
-    origin: int | None = None
+    resume_versions: dict[int, int] = {}
+    resume_version: int | None = None
     for start in starts:
         for step in start.steps:
-            origin = step if step in points or not step else origin
-            origin = None if start.job is None else origin
-            if origin is not None:
-                origins[step] = origin
-    return origins
+            resume_version = step if step in points or not step else resume_version
+            resume_version = None if start.job is None else resume_version
+            if resume_version is not None:
+                resume_versions[step] = resume_version
+    return resume_versions
 
 
 def _plan_repetition(
@@ -238,14 +238,14 @@ def _plan_repetition(
 ) -> RepetitionPlan:
     """Plan the repetition of sample steps. sample: for each step, the version from which to repeat."""
     resume_points, ranges = ResumePoints(run_dir / "resume"), []
-    for origin in sorted({*sample.values()}):
-        end = max(step for step, first in sample.items() if first == origin) + 1
+    for resume_version in sorted({*sample.values()}):
+        end = max(step for step, first in sample.items() if first == resume_version) + 1
         parts = [
-            make_job_part(start.job, max(origin, start.steps.start), min(end, start.steps.stop))
+            make_job_part(start.job, max(resume_version, start.steps.start), min(end, start.steps.stop))
             for start in starts
-            if start.job is not None and start.steps.start < end and start.steps.stop > origin
+            if start.job is not None and start.steps.start < end and start.steps.stop > resume_version
         ]
-        resume_point = str(resume_points.path(PolicyVersion(origin))) if origin else ""
+        resume_point = str(resume_points.path(PolicyVersion(resume_version))) if resume_version else ""
         ranges.append(RepeatedRange(resume_point=resume_point, parts=tuple(parts)))
     weights = {record.step + 1: record.weight_fingerprint for record in step_records}
     if not starts[0].steps.start and (first := starts[0].input("weights")):
@@ -271,10 +271,10 @@ def make_job_part(config: RunConfig, start: int, stop: int) -> JobPart:
 
 def _check_entry(checkpoint_certificate: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
     if (entry := entries.get(checkpoint_certificate.version - 1)) != checkpoint_certificate.entry:
-        stored = "not stored" if entry is None else entry
-        step, named = checkpoint_certificate.version - 1, checkpoint_certificate.entry
-        message = f"it names the entry {named}, that of step {step} is {stored}"
-        yield Finding(check="chain", where=certificate.FILE, message=message)
+        stored_entry = "not stored" if entry is None else entry
+        step, certified_entry = checkpoint_certificate.version - 1, checkpoint_certificate.entry
+        message = f"it names the entry {certified_entry}, that of step {step} is {stored_entry}"
+        yield Finding(check="chain", location=certificate.FILE, message=message)
 
 
 def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
@@ -285,17 +285,17 @@ def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> t
         run_numerics = numerics.get(max(0, difference.step), "")
         if difference.was_computed and run_numerics != result.numerics:
             line = f"it has other weights than with {run_numerics}; here it is {result.numerics}"
-            unverified.append(f"{difference.where}: {line}")
+            unverified.append(f"{difference.location}: {line}")
         else:
-            findings.append(Finding(check="weights", where=difference.where, message=difference.message))
+            findings.append(Finding(check="weights", location=difference.location, message=difference.message))
     return findings, unverified
 
 
 def _describe_plan(plan: RepetitionPlan, sample: Sequence[int], step_records: Sequence[StepRecord]) -> str:
     steps = [s for steps_range in plan.ranges for part in steps_range.parts for s in range(part.start, part.stop)]
     seconds = sum(step_records[step].metrics.get("train_s", 0.0) for step in steps)
-    repeated = f"repeating {format_steps(steps)} for {format_steps(sample)}"
-    return f"{repeated}: the run's trainer took {seconds:.0f} s for them"
+    description = f"repeating {format_steps(steps)} for {format_steps(sample)}"
+    return f"{description}: the run's trainer took {seconds:.0f} s for them"
 
 
 def run_repetition(plan: RepetitionPlan, client: Any, report: Report) -> RepetitionResult:

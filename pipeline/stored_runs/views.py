@@ -67,11 +67,11 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
     if order not in ORDERS:
         raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
     columns = store.columns()
-    selected = Selection(where).mask(columns)
+    mask = Selection(where).mask(columns)
     name, sign = ORDERS[order]
     if name == "reward":
-        selected &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
-    (positions,) = np.nonzero(selected)
+        mask &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+    (positions,) = np.nonzero(mask)
     positions = positions[np.argsort(columns["trajectory"][positions])]
     # Ties list one of each group first: siblings are too similar to read in a row.
     num_in_group: Counter[int] = Counter()

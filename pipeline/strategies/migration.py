@@ -87,17 +87,17 @@ class LargestGain(Migration):
     ) -> list[int]:
         # The earliest deadline first, and of equal ones the cheapest to move.
         order = sorted(range(len(movable)), key=lambda i: (movable[i].deadline, movable[i].kv_tokens))
-        chosen: list[int] = []
+        indices: list[int] = []
         for i in order:
-            if len(chosen) == limit:
+            if len(indices) == limit:
                 break
             if not self._gains(source, target, movable[i]):
                 continue
             kv_tokens = movable[i].kv_tokens
             source = InstanceLoad(running=source.running - 1, kv_tokens=source.kv_tokens - kv_tokens)
             target = InstanceLoad(running=target.running + 1, kv_tokens=target.kv_tokens + kv_tokens)
-            chosen.append(i)
-        return chosen
+            indices.append(i)
+        return indices
 
     def _gains(self, source: InstanceLoad, target: InstanceLoad, trajectory: MovableTrajectory) -> bool:
         cost = self.cost

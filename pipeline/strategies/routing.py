@@ -54,8 +54,9 @@ class Routing(RegistryEntry, ABC):
     """Whether its decisions may change with the scale of the cost model's seconds."""
 
     @abstractmethod
-    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        """The index of an instance that is True in `fitting` (at least one is), or None to let the trajectory wait."""
+    def choose(self, candidate: Candidate, loads: Loads, fitting_mask: BoolArray) -> int | None:
+        """The index of an instance that is True in `fitting_mask` (at least one is), or None to let the trajectory
+        wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class UserRouting(UserCode, Routing):
 
     weighs_seconds = True
 
-    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, candidate: Candidate, loads: Loads, fitting_mask: BoolArray) -> int | None:
         read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens))
         prefix = f"{ROUTING.key} = {self.name!r}"
         try:
-            row = self.code.choose(candidate, read_only, _read_only(fitting))
+            row = self.code.choose(candidate, read_only, _read_only(fitting_mask))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{prefix}: choose raised {type(error).__name__}: {error_text(error)}") from error
         try:
@@ -111,9 +112,9 @@ class DeadlineRouting(Routing):
 
     cost: CostModel = parameter()
 
-    def choose(self, candidate: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
+    def choose(self, candidate: Candidate, loads: Loads, fitting_mask: BoolArray) -> int | None:
         step_after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
-        return int(np.where(fitting, step_after_s, np.inf).argmin())
+        return int(np.where(fitting_mask, step_after_s, np.inf).argmin())
 
 
 @dataclass(frozen=True, slots=True)

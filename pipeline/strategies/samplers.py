@@ -199,14 +199,14 @@ class Curriculum(Sampler):
         first, end = self._tasks_of(stage)
         if not first <= task < end:
             return
-        ended = int(state.get("ended", [0])[0]) + 1
+        num_ended = int(state.get("ended", [0])[0]) + 1
         rewards = state.get("rewards", [])
         if reward is not None:
             rewards = [*rewards, reward][-self.groups :]
-        passed = len(rewards) == self.groups and float(np.mean(rewards)) >= self.reward
-        if stage + 1 < self._num_stages and (passed or 0 < self.most_groups <= ended):
-            stage, ended, rewards = stage + 1, 0, []
-        state["stage"], state["ended"], state["rewards"] = [stage], [ended], rewards
+        has_passed = len(rewards) == self.groups and float(np.mean(rewards)) >= self.reward
+        if stage + 1 < self._num_stages and (has_passed or 0 < self.most_groups <= num_ended):
+            stage, num_ended, rewards = stage + 1, 0, []
+        state["stage"], state["ended"], state["rewards"] = [stage], [num_ended], rewards
 
     @property
     def _num_stages(self) -> int:
@@ -220,8 +220,8 @@ class Curriculum(Sampler):
 def _means(state: State, name: str, tasks: int) -> npt.NDArray[np.float64]:
     """Array with a moving average for each task; UNSEEN for tasks of which no group has ended."""
     means = np.full(tasks, UNSEEN)
-    known = state.get(name, [])
-    means[: len(known)] = known
+    values = state.get(name, [])
+    means[: len(values)] = values
     return means
 
 
@@ -242,5 +242,5 @@ def _draw_weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
     """Draw a random task with these weights. Tasks in flight are left out, unless all are in flight."""
     available = weights.copy()
     available[[task for task in draw.in_flight if task < len(available)]] = 0.0
-    cumulated = np.cumsum(available if available.any() else weights)
-    return int(np.searchsorted(cumulated, draw.rng().random() * cumulated[-1], side="right"))  # random() < 1
+    cumulative = np.cumsum(available if available.any() else weights)
+    return int(np.searchsorted(cumulative, draw.rng().random() * cumulative[-1], side="right"))  # random() < 1

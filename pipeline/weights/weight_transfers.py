@@ -49,13 +49,13 @@ class BroadcastTree:
         parent = self._parents.get(host)
         earlier_hosts = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
         children = Counter(p for h, p in self._parents.items() if h != host)
-        ranked = sorted(
+        sources = sorted(
             [*(self.complete_hosts - {host}), *earlier_hosts],
             key=lambda h: (h != parent, children[h] >= FAN_OUT, self._depth(h), children[h], h),
         )
-        if ranked and host not in self.complete_hosts:
-            self._parents.setdefault(host, ranked[0])
-        return tuple(ranked)
+        if sources and host not in self.complete_hosts:
+            self._parents.setdefault(host, sources[0])
+        return tuple(sources)
 
     def mark_complete(self, host: str) -> None:
         """Record that a host has the complete version."""

@@ -89,7 +89,7 @@ class AuditReport:
             findings = [f for f in self.findings if f.check == check]
             lines.append(f"  {check:<13} {'holds' if not findings else f'BROKEN, {len(findings)} findings'}")
             lines += [f"      {line}" for line in (self.weights.lines if check == "fingerprints" else ())]
-            lines += [f"      {finding.where}: {finding.message}" for finding in findings[:SHOWN_FINDINGS]]
+            lines += [f"      {finding.location}: {finding.message}" for finding in findings[:SHOWN_FINDINGS]]
         return lines + [f"  {check:<13} not checked: it needs what cannot be read" for check in self.unchecked]
 
     @property
@@ -99,8 +99,8 @@ class AuditReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON; counts are None if checks were skipped."""
-        unknown = dict.fromkeys(COUNTS) if self.unchecked else {}
-        return {**asdict(self), "clean": self.clean, **unknown}
+        unknown_counts = dict.fromkeys(COUNTS) if self.unchecked else {}
+        return {**asdict(self), "clean": self.clean, **unknown_counts}
 
 
 def run_sequentially(
@@ -130,14 +130,14 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
         consumption = single_consumption.ConsumedRows()
         for rows in _all_rows(store, single_consumption.READ_COLUMNS):
             consumption.add(rows)
-        refused = weight_counts.refusals(_records(store))
-        bound_findings, digests = _read_tokens(store, commits, consumption, run, max_tokens, refused)
+        refusals = weight_counts.refusals(_records(store))
+        bound_findings, digests = _read_tokens(store, commits, consumption, run, max_tokens, refusals)
     except StoreUnavailable:
         raise
     except StoreError as error:
         findings = [*_damage(store), *findings]
         if not findings:
-            findings.append(Finding(check="arrays", where="store", message=str(error)))
+            findings.append(Finding(check="arrays", location="store", message=str(error)))
         return AuditReport(
             num_steps=0,
             num_trajectories=0,
@@ -147,15 +147,15 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
             findings=tuple(findings),
             unchecked=CHECKS[1:],
         )
-    trained = [c.step for c in commits if c.kind == "step"]
+    trained_steps = [c.step for c in commits if c.kind == "step"]
     findings += bound_findings
-    findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ_COLUMNS))
+    findings += consumption.findings(store.header, trained_steps, _all_rows(store, single_consumption.READ_COLUMNS))
     findings += conservation_findings
     findings += _fingerprints(commits, digests)
     published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
     findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]
     return AuditReport(
-        num_steps=len(trained),
+        num_steps=len(trained_steps),
         num_trajectories=consumption.num_rows,
         num_tokens=sum(c.num_tokens for c in commits),
         max_staleness=consumption.max_staleness,
@@ -203,7 +203,7 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
         message = chunk.error
         if countable and (chunk.array == "text" or chunk.array.startswith("tokens/")):
             message += f"; it holds parts of {count} of {num_rows} trajectories; the others can be read"
-        yield Finding(check="arrays", where=chunk.array, message=message)
+        yield Finding(check="arrays", location=chunk.array, message=message)
 
 
 def _array_findings(store: StoreReader) -> Iterator[Finding]:
@@ -214,40 +214,42 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     except StoreUnavailable:
         raise
     except (StoreError, ValueError) as error:
-        yield Finding(check="arrays", where="records", message=f"step records cannot be read: {error}")
+        yield Finding(check="arrays", location="records", message=f"step records cannot be read: {error}")
         return
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
-            yield Finding(check="arrays", where=name, message=f"{lengths[name]} rows, step records count {num_rows}")
+            yield Finding(check="arrays", location=name, message=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
-        yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
-    need = 0
+        yield Finding(check="arrays", location="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
+    required_tokens = 0
     try:
         for rows in _all_rows(store, SPAN_COLUMNS):
             ends = rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]
-            need = max(need, int(ends.max()))
+            required_tokens = max(required_tokens, int(ends.max()))
     except StoreUnavailable:
         raise
     except StoreError:
         return  # the damaged chunk is reported elsewhere
     for name in (n for n in lengths if n.startswith("tokens/")):
-        if lengths[name] < need:
-            yield Finding(check="arrays", where=name, message=f"truncated: {lengths[name]} of {need} tokens")
+        if lengths[name] < required_tokens:
+            yield Finding(
+                check="arrays", location=name, message=f"truncated: {lengths[name]} of {required_tokens} tokens"
+            )
 
 
 def _conservation(store: StoreReader) -> Iterator[Finding]:
     num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
-    counted = conservation.Conservation()
+    check = conservation.Conservation()
     offset = 0
     for record in _records(store):
         for rows in _rows(
             store, *slice(offset, offset + record.num_rows).indices(num_rows)[:2], conservation.READ_COLUMNS
         ):
-            counted.add(rows)
+            check.add(rows)
         offset += record.num_rows
-        yield from counted.check_commit(record)
-    yield from counted.check_store_end(num_rows, offset)
+        yield from check.check_commit(record)
+    yield from check.check_store_end(num_rows, offset)
 
 
 def _read_tokens(
@@ -256,7 +258,7 @@ def _read_tokens(
     consumption: single_consumption.ConsumedRows,
     run: Runner,
     max_tokens: int,
-    refused: tuple[Refusal, ...],
+    refusals: tuple[Refusal, ...],
 ) -> tuple[list[Finding], dict[int, str]]:
     """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
     StoreError at the first row that cannot be read."""
@@ -271,7 +273,7 @@ def _read_tokens(
     calls = (
         (
             str(store.path), store.snapshot, store.header.eta,
-            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), max_tokens=max_tokens, refused=refused),
+            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), max_tokens=max_tokens, refusals=refusals),
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip
@@ -303,7 +305,7 @@ def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int,
 def _fingerprints(commits: Sequence[StepRecord], digests: dict[int, str]) -> Iterator[Finding]:
     """Check that batches read back as the trainer received them."""
     for commit in commits:
-        where = f"{commit.kind} {commit.step}"
+        location = f"{commit.kind} {commit.step}"
         if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch_fingerprint:
             message = "the stored batch is not the one the trainer received"
-            yield Finding(check="fingerprints", where=where, message=message)
+            yield Finding(check="fingerprints", location=location, message=message)

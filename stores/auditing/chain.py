@@ -54,23 +54,23 @@ def check_chain(store: StoreReader) -> ChainReport:
     before, entry, num_rows = "the store's header", store.first_entry, 0
     try:
         for text, record in _records(store):
-            where = f"{record.kind} {record.step}"
+            location = f"{record.kind} {record.step}"
             report.num_commits += 1
             if record.previous:
                 report.num_entries += 1
                 if record.previous != entry:
-                    report.findings.append(_finding(where, f"does not follow what is stored before it, {before}"))
-                report.findings += _check_rows(store, where, record, num_rows)
+                    report.findings.append(_finding(location, f"does not follow what is stored before it, {before}"))
+                report.findings += _check_rows(store, location, record, num_rows)
                 report.inputs += [(record.step, record.inputs)] if record.inputs else []
             elif report.num_entries:
-                report.findings.append(_finding(where, f"has no entry, although commits before it have, {before}"))
-            before, entry, num_rows = where, entry_of(text), num_rows + record.num_rows
+                report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
+            before, entry, num_rows = location, entry_of(text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
                 report.entries[record.step] = entry
         if store.newest_entry != (entry if report.num_entries else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
-        if (stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:
-            report.findings.append(_finding(before, f"no commit has the rows after it, {num_rows} to {stored - 1}"))
+        if (num_stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:
+            report.findings.append(_finding(before, f"no commit has the rows after it, {num_rows} to {num_stored - 1}"))
     except StoreUnavailable:
         raise
     except StoreError as error:
@@ -89,16 +89,16 @@ def _records(store: StoreReader) -> Iterator[tuple[bytes, StepRecord]]:
         first += len(texts)
 
 
-def _check_rows(store: StoreReader, where: str, record: StepRecord, first: int) -> Iterator[Finding]:
+def _check_rows(store: StoreReader, location: str, record: StepRecord, first: int) -> Iterator[Finding]:
     """Check the rows of a commit, which begin at row `first`."""
     try:
         if store.fingerprint_rows(first, first + record.num_rows) != record.rows_fingerprint:
-            yield _finding(where, f"its rows, {first} to {first + record.num_rows - 1}, are not those committed")
+            yield _finding(location, f"its rows, {first} to {first + record.num_rows - 1}, are not those committed")
     except StoreUnavailable:
         raise
     except StoreError as error:
-        yield _finding(where, f"its rows cannot be read: {error}")
+        yield _finding(location, f"its rows cannot be read: {error}")
 
 
-def _finding(where: str, message: str) -> Finding:
-    return Finding(check=CHECK, where=where, message=message)
+def _finding(location: str, message: str) -> Finding:
+    return Finding(check=CHECK, location=location, message=message)

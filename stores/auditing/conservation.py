@@ -27,7 +27,7 @@ class Conservation:
     def __init__(self) -> None:
         self._stored = IdSet()
         self._counts: Counter[str] = Counter()
-        self._last: StepRecord | None = None
+        self._last_record: StepRecord | None = None
 
     def add(self, rows: Rows) -> None:
         """Add rows of the next commit, with the columns READ_COLUMNS."""
@@ -41,45 +41,45 @@ class Conservation:
 
     def check_commit(self, record: StepRecord) -> Iterator[Finding]:
         """Check a commit after all of its rows have been added."""
-        self._last = record
-        where, ledger = f"{record.kind} {record.step}", record.ledger
-        started = min(max(0, ledger.num_started), MAX_ID)
+        self._last_record = record
+        location, ledger = f"{record.kind} {record.step}", record.ledger
+        num_started = min(max(0, ledger.num_started), MAX_ID)
         start, stop = merge_ids(ledger.live)
-        inside = np.clip(start, 0, started), np.clip(stop, 0, started)
-        absent = self._stored.absent(np.asarray([0]), np.asarray([started]))
+        inside = np.clip(start, 0, num_started), np.clip(stop, 0, num_started)
+        num_absent = self._stored.absent(np.asarray([0]), np.asarray([num_started]))
         live_absent = self._stored.absent(*inside)
-        live = int((stop - start).sum())
+        num_live = int((stop - start).sum())
         live_inside = int((inside[1] - inside[0]).sum())
-        lost = absent - live_absent
-        if lost:
-            message = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(start, stop)}"
-            yield Finding(check=CHECK, where=where, message=message)
+        num_lost = num_absent - live_absent
+        if num_lost:
+            message = f"{num_lost} trajectories are neither stored nor in flight, first {self._first_lost(start, stop)}"
+            yield Finding(check=CHECK, location=location, message=message)
         # Stored and in flight; stored, never started; in flight, never started.
-        both = live_inside - live_absent
-        stored_outside = self._stored.count - (started - absent)
-        live_outside = live - live_inside
-        both_outside = live - self._stored.absent(start, stop) - both
-        wrong = both + stored_outside + live_outside - both_outside
-        if wrong:
+        num_both = live_inside - live_absent
+        stored_outside = self._stored.count - (num_started - num_absent)
+        live_outside = num_live - live_inside
+        both_outside = num_live - self._stored.absent(start, stop) - num_both
+        num_wrong = num_both + stored_outside + live_outside - both_outside
+        if num_wrong:
             message = (
-                f"{wrong} trajectories are stored and in flight, or were never started, first "
-                f"{self._first_wrong(start, stop, started)}"
+                f"{num_wrong} trajectories are stored and in flight, or were never started, first "
+                f"{self._first_wrong(start, stop, num_started)}"
             )
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
         if dict(self._counts) != {k: v for k, v in ledger.num_ended.items() if v}:
             message = f"the ledger counted {ledger.num_ended}, the rows are {dict(self._counts)}"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
 
-    def check_store_end(self, num_rows: int, counted: int) -> Iterator[Finding]:
-        """Check the end of the store, after the last commit. counted: number of rows in the records."""
-        if self._last is None:
+    def check_store_end(self, num_rows: int, num_counted: int) -> Iterator[Finding]:
+        """Check the end of the store, after the last commit. num_counted: number of rows in the records."""
+        if self._last_record is None:
             return
-        if counted != num_rows:
-            message = f"{num_rows} rows, the step records account for {counted}"
-            yield Finding(check=CHECK, where="rows", message=message)
-        if self._last.kind == "end" and self._last.ledger.num_live:
-            message = f"{self._last.ledger.num_live} trajectories still in flight after the end"
-            yield Finding(check=CHECK, where="end", message=message)
+        if num_counted != num_rows:
+            message = f"{num_rows} rows, the step records account for {num_counted}"
+            yield Finding(check=CHECK, location="rows", message=message)
+        if self._last_record.kind == "end" and self._last_record.ledger.num_live:
+            message = f"{self._last_record.ledger.num_live} trajectories still in flight after the end"
+            yield Finding(check=CHECK, location="end", message=message)
 
     def _first_lost(self, start: Ints, stop: Ints) -> int:
         id = self._stored.next_absent(0)
@@ -88,14 +88,14 @@ class Conservation:
                 id = self._stored.next_absent(b)
         return id
 
-    def _first_wrong(self, start: Ints, stop: Ints, started: int) -> int:
-        candidates = [self._stored.next_present(MIN_ID), self._stored.next_present(started)]
-        candidates = [id for id in candidates if not 0 <= id < started]
+    def _first_wrong(self, start: Ints, stop: Ints, num_started: int) -> int:
+        candidates = [self._stored.next_present(MIN_ID), self._stored.next_present(num_started)]
+        candidates = [id for id in candidates if not 0 <= id < num_started]
         for a, b in zip(start.tolist(), stop.tolist(), strict=True):
             if a < 0:
                 candidates.append(a)
-            if b > started:
-                candidates.append(max(a, started))
-            if (id := self._stored.next_present(max(a, 0))) < min(b, started):
+            if b > num_started:
+                candidates.append(max(a, num_started))
+            if (id := self._stored.next_present(max(a, 0))) < min(b, num_started):
                 candidates.append(id)
         return min(candidates)

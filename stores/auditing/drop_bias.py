@@ -122,10 +122,11 @@ class DropBias:
             trajectories = self.consumed.trajectories
             if kind.name == TRUNCATED:
                 if contrasts or kind.trajectories >= MANY_TRUNCATED * trajectories:
-                    cut = (
+                    count = (
                         f"{kind.trajectories:,} of {trajectories:,} responses ({kind.trajectories / trajectories:.0%})"
                     )
-                    lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *contrasts]))
+                    line = f"trained on though truncated at rollout.max_new_tokens: {count}"
+                    lines.append(", ".join([line, *contrasts]))
             elif contrasts:
                 count = f"({kind.trajectories:,} of {trajectories + kind.trajectories:,})"
                 lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(contrasts)}")
@@ -146,12 +147,14 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
         for name, mask in _kinds(table).items():
             if mask.any():
                 sums.setdefault(name, _GroupSums()).add({column: values[mask] for column, values in table.items()})
-    trained = sums.pop(outcome_key(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
-    finished = sums.pop("whole", _GroupSums())
+    trained_sums = sums.pop(outcome_key(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
+    finished_sums = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
-    outcomes = tuple(_compared(name, sums[name], finished if name == TRUNCATED else trained) for name in order)
-    never = len(groups) - len(trained.means("count"))
-    return DropBias(consumed=_kind("consumed", trained), others=outcomes, groups=len(groups), never_trained=never)
+    outcomes = tuple(
+        _compared(name, sums[name], finished_sums if name == TRUNCATED else trained_sums) for name in order
+    )
+    never = len(groups) - len(trained_sums.means("count"))
+    return DropBias(consumed=_kind("consumed", trained_sums), others=outcomes, groups=len(groups), never_trained=never)
 
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
@@ -163,10 +166,10 @@ def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
 
 def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:
     """Masks of the rows of each kind; a row may be of several."""
-    consumed = table["fate"] == Fate.CONSUMED.value
-    cut = consumed & (table["finish"] == FinishReason.LENGTH.value)
-    ended = table["reason"] == AbortReason.RUN_ENDED.value
-    kinds = {TRUNCATED: cut, "whole": consumed & ~cut, DROPPED: ~consumed & ~ended}
+    is_consumed = table["fate"] == Fate.CONSUMED.value
+    is_truncated = is_consumed & (table["finish"] == FinishReason.LENGTH.value)
+    is_unfinished = table["reason"] == AbortReason.RUN_ENDED.value
+    kinds = {TRUNCATED: is_truncated, "whole": is_consumed & ~is_truncated, DROPPED: ~is_consumed & ~is_unfinished}
     for fate, reason in {*zip(table["fate"].tolist(), table["reason"].tolist(), strict=True)}:
         kinds[outcome_key(Fate(fate), AbortReason(reason))] = (table["fate"] == fate) & (table["reason"] == reason)
     return kinds
@@ -182,13 +185,17 @@ class _GroupSums:
 
     def add(self, rows: Mapping[str, npt.NDArray[Any]]) -> None:
         # A reward that failed is none; of what was dropped, the mask does not tell, and a failed one counts as scored.
-        consumed = rows["fate"] == Fate.CONSUMED.value
-        scored = (rows["rewarded_s"] > 0) & ~(consumed & (rows["loss_mask"] == 0))
-        self.trajectories += len(scored)
+        is_consumed = rows["fate"] == Fate.CONSUMED.value
+        is_scored = (rows["rewarded_s"] > 0) & ~(is_consumed & (rows["loss_mask"] == 0))
+        self.trajectories += len(is_scored)
         self.stopped += int((rows["finish"] == FinishReason.UNFINISHED.value).sum())
-        added = {name: rows[name] for name in MEANS}
-        added |= {"count": np.ones(len(scored)), "scored": scored, "reward": np.where(scored, rows["reward"], 0.0)}
-        for name, values in added.items():
+        columns = {name: rows[name] for name in MEANS}
+        columns |= {
+            "count": np.ones(len(is_scored)),
+            "scored": is_scored,
+            "reward": np.where(is_scored, rows["reward"], 0.0),
+        }
+        for name, values in columns.items():
             before = self.sums[name]
             total: Array = np.bincount(rows["group"], values, len(before)).astype(np.float64)
             total[: len(before)] += before
@@ -214,18 +221,19 @@ def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> Outcom
 
 
 def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> OutcomeStats:
-    grown: dict[str, Contrast | None] = {}
+    ratios: dict[str, Contrast | None] = {}
     for column in ("response_tokens", "turns", "tool_s"):
         ratio = _ratio(sums.means(column), other.means(column))
-        cut = ratio is not None and ratio.factor < 1 and sums.stopped  # it may yet have become more
-        grown[column] = None if cut or name.endswith(AbortReason.RUN_ENDED.value) else ratio
+        # A trajectory that was stopped might have become longer.
+        is_unknown = ratio is not None and ratio.factor < 1 and sums.stopped
+        ratios[column] = None if is_unknown or name.endswith(AbortReason.RUN_ENDED.value) else ratio
     reward = difference(sums.means("reward", "scored"), other.means("reward", "scored"))
     return _kind(
         name,
         sums,
-        length_ratio=None if name == TRUNCATED else grown["response_tokens"],
-        turns_ratio=grown["turns"],
-        tool_ratio=grown["tool_s"],
+        length_ratio=None if name == TRUNCATED else ratios["response_tokens"],
+        turns_ratio=ratios["turns"],
+        tool_ratio=ratios["tool_s"],
         prompt_ratio=_ratio(sums.means("prompt_tokens"), other.means("prompt_tokens")),
         reward_difference=reward if reward is not None and abs(reward.factor) >= REWARD_LIMIT else None,
     )

@@ -11,7 +11,7 @@ class Finding:
 
     check: str
     """Name of the check that found it."""
-    where: str
+    location: str
     """Subject of the finding, such as "step 3" or "trajectory 17"."""
     message: str
     """Description of the contradiction."""

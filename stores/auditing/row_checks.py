@@ -46,7 +46,7 @@ class RowRange:
     """Steps whose batches lie in the range with all their rows."""
     max_tokens: int
     """Tokens that are read together; a longer trajectory is read alone."""
-    refused: tuple[Refusal, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     """Instances that were taken out of service."""
 
 
@@ -75,8 +75,8 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
     try:
         for block in read_blocks(store, rows.start, rows.stop, rows.max_tokens):
             result.findings += _check_rows(block, eta)
-            if rows.refused:
-                result.findings += _refused_tokens(block, number, rows.refused)
+            if rows.refusals:
+                result.findings += _refused_tokens(block, number, rows.refusals)
             number += len(block.rows)
             _hash(block, digests, rows.steps)
     except StoreUnavailable:
@@ -148,11 +148,11 @@ class Spans:
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
         """[count, 3] the columns TURNS, computed from the spans of `count` rows."""
-        observed = self.versions == NO_VERSION
-        starts = ~observed  # a turn begins where a sampled span comes first in its row, or after a given one
-        starts[1:] &= observed[:-1] | (self.rows[1:] != self.rows[:-1])
+        is_observation = self.versions == NO_VERSION
+        starts = ~is_observation  # a turn begins where a sampled span comes first in its row, or after a given one
+        starts[1:] &= is_observation[:-1] | (self.rows[1:] != self.rows[:-1])
         return np.stack(
-            [np.bincount(self.rows, weights, count) for weights in (starts, observed * self.sizes, self.seconds)],
+            [np.bincount(self.rows, weights, count) for weights in (starts, is_observation * self.sizes, self.seconds)],
             axis=1,
         )
 
@@ -185,8 +185,8 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
     spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.
-        ended = store.unpacked(rows, tokens, start, text, text_start)
-        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended) for s in r.trajectory.spans])
+        ended_trajectories = store.unpacked(rows, tokens, start, text, text_start)
+        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended_trajectories) for s in r.trajectory.spans])
     return RowBlock(
         rows=rows,
         start=start,
@@ -240,12 +240,12 @@ def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: b
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.
     order = np.argsort(np.concatenate([np.arange(len(rows)), spans.rows]), kind="stable")
-    expected = np.repeat(
+    expected_versions = np.repeat(
         np.concatenate([np.full(len(rows), NO_VERSION), spans.versions])[order].astype(np.int32),
         np.concatenate([prompt_lengths, spans.sizes])[order],
     )
     offset = int(offsets[0]) - start
-    return spans if np.array_equal(versions[offset : offset + len(expected)], expected) else None
+    return spans if np.array_equal(versions[offset : offset + len(expected_versions)], expected_versions) else None
 
 
 def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
@@ -254,43 +254,43 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     rows, spans = block.rows, block.spans
     sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
     row_index, versions = spans.rows[sampled], spans.versions[sampled]
-    v_traj, step, consumed = rows["v_traj"], rows["step"], is_consumed(rows)
+    v_traj, step, consumed_mask = rows["v_traj"], rows["step"], is_consumed(rows)
     oldest, newest = np.full(len(rows), np.iinfo(np.int64).max), np.full(len(rows), np.iinfo(np.int64).min)
     np.minimum.at(oldest, row_index, versions)
     np.maximum.at(newest, row_index, versions)
     older = oldest < v_traj
-    outside = consumed & ((v_traj > step) | (step > v_traj + eta))
-    newer = consumed & (newest > step)
+    outside = consumed_mask & ((v_traj > step) | (step > v_traj + eta))
+    newer = consumed_mask & (newest > step)
     not_as_sampled = _not_as_sampled(block)
     turns = spans.turns(len(rows))
     stored = np.stack([rows[name] for name in TURNS], axis=1).astype(np.float64)
     other = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
     for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(rows)), [*not_as_sampled])).tolist():
-        where = f"trajectory {rows['trajectory'][i]}"
+        location = f"trajectory {rows['trajectory'][i]}"
         if older[i]:
             message = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
         if outside[i]:
             message = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
         if newer[i]:
             message = f"a token of version {newest[i]}, consumed by step {step[i]}"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
         for message in not_as_sampled.get(i, ()):
-            yield Finding(check="arrays", where=where, message=message)
+            yield Finding(check="arrays", location=location, message=message)
         if other[i]:
-            yield Finding(check="arrays", where=where, message=other_turns(turns[i], stored[i]))
+            yield Finding(check="arrays", location=location, message=other_turns(turns[i], stored[i]))
 
 
-def _refused_tokens(block: RowBlock, start_row: int, refused: Sequence[Refusal]) -> Iterator[Finding]:
+def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]) -> Iterator[Finding]:
     """Tokens of instances that were out of service. start_row: number of the block's first row in the store."""
     spans = block.spans
-    for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refused])]).tolist():
+    for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refusals])]).tolist():
         of_row = [
             (spans.instances[index], int(spans.versions[index]), int(spans.sizes[index]))
             for index in np.flatnonzero(spans.rows == i).tolist()
         ]
-        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, of_row, refused)
+        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, of_row, refusals)
 
 
 def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
@@ -320,12 +320,12 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
         if min(offset, prompt, response) < 0:
             continue
         row_tokens = slice(a, a + prompt + response)
-        if wrong := list(
+        if row_errors := list(
             token_faults(
                 block.versions[row_tokens], block.logprobs[row_tokens], block.mask[row_tokens], prompt, trained
             )
         ):
-            errors[i] = wrong
+            errors[i] = row_errors
     return errors
 
 
@@ -345,26 +345,26 @@ def token_faults(
         yield f"{count} tokens that were not sampled have a logprob"
     if count := int(np.count_nonzero(~np.isfinite(logprobs[sampled]))):
         yield f"{count} sampled tokens have a logprob that is not finite"
-    expected = sampled * np.uint8(trained != 0)
-    expected[:prompt] = 0
-    if count := int(np.count_nonzero(mask > expected)):
+    expected_mask = sampled * np.uint8(trained != 0)
+    expected_mask[:prompt] = 0
+    if count := int(np.count_nonzero(mask > expected_mask)):
         yield f"{count} tokens have a loss mask, and carry no gradient"
-    if count := int(np.count_nonzero(mask < expected)):
+    if count := int(np.count_nonzero(mask < expected_mask)):
         yield f"{count} tokens that carry gradient have no loss mask"
 
 
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
     """Add the rows of a block to the hashes of these steps' batches."""
-    consumed = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
+    consumed_mask = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
     names = ["trajectory", "v_traj", "step", *SPAN_COLUMNS, "reward", "advantage"]
     branches = block.spans.branches(block.rows["prompt_tokens"])
-    for number in np.flatnonzero(consumed).tolist():
+    for number in np.flatnonzero(consumed_mask).tolist():
         id, v_traj, step, offset, prompt, response, reward, advantage = block.rows[names][number].item()
         a = offset - block.start
         b, c = a + prompt, a + prompt + response
         versions, logprobs = block.versions[b:c], block.logprobs[b:c]
-        if (unsampled := versions == NO_VERSION).any():  # a row that is read has no logprobs there
-            logprobs = np.where(unsampled, np.float32(0), logprobs)
+        if (is_observation := versions == NO_VERSION).any():  # a row that is read has no logprobs there
+            logprobs = np.where(is_observation, np.float32(0), logprobs)
         digests.setdefault(step, BatchDigest()).add(
             (id, v_traj),
             block.ids[a:b],

@@ -43,8 +43,8 @@ class ConsumedRows:
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns READ_COLUMNS."""
         self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
-        consumed = is_consumed(rows)
-        (indices,) = np.nonzero(consumed)
+        consumed_mask = is_consumed(rows)
+        (indices,) = np.nonzero(consumed_mask)
         consumed_rows = rows[indices]
         if len(consumed_rows):
             self.max_staleness = max(self.max_staleness, int((consumed_rows["step"] - consumed_rows["v_traj"]).max()))
@@ -58,7 +58,8 @@ class ConsumedRows:
         """Return the half-open range of rows that each step consumed."""
         counts = self._merged_counts()
         return {
-            int(step): (int(counts[a:b, 3].min()), int(counts[a:b, 4].max()) + 1) for step, a, b in _runs(counts[:, 0])
+            int(step): (int(counts[a:b, 3].min()), int(counts[a:b, 4].max()) + 1)
+            for step, a, b in _equal_ranges(counts[:, 0])
         }
 
     def findings(self, header: RunHeader, trained_steps: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
@@ -69,26 +70,32 @@ class ConsumedRows:
             trained_steps: The steps in the order of their commits.
             rows: The rows of the whole store again, read only if a trajectory is stored more than once.
         """
-        yield from self._repeated(rows)
+        yield from self._duplicate_findings(rows)
         if list(trained_steps) != list(range(len(trained_steps))):
-            yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained_steps)[:20]}")
+            yield Finding(
+                check=CHECK, location="steps", message=f"steps are not 0, 1, 2, ...: {list(trained_steps)[:20]}"
+            )
         counts = self._merged_counts()
-        consumed = {int(step): counts[a:b, 2] for step, a, b in _runs(counts[:, 0])}
-        for step in sorted({*trained_steps, *consumed}):
-            sizes = consumed.get(step, np.zeros(0, np.int64))
-            if len(sizes) != header.groups_per_step or set(sizes.tolist()) != {header.group_size}:
+        group_sizes = {int(step): counts[a:b, 2] for step, a, b in _equal_ranges(counts[:, 0])}
+        for step in sorted({*trained_steps, *group_sizes}):
+            step_sizes = group_sizes.get(step, np.zeros(0, np.int64))
+            if len(step_sizes) != header.groups_per_step or set(step_sizes.tolist()) != {header.group_size}:
                 message = (
-                    f"consumed {len(sizes)} groups of sizes {sorted(set(sizes.tolist()))}, "
+                    f"consumed {len(step_sizes)} groups of sizes {sorted(set(step_sizes.tolist()))}, "
                     f"a batch is {header.groups_per_step} of {header.group_size}"
                 )
-                yield Finding(check=CHECK, where=f"step {step}", message=message)
-        by_group = counts[np.argsort(counts[:, 1], kind="stable")]  # and of each group by step
-        repeated_groups = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
+                yield Finding(check=CHECK, location=f"step {step}", message=message)
+        counts_by_group = counts[np.argsort(counts[:, 1], kind="stable")]  # and of each group by step
+        repeated_groups = [
+            (counts_by_group[a:b, 3].min(), group, a, b)
+            for group, a, b in _equal_ranges(counts_by_group[:, 1])
+            if b - a > 1
+        ]
         for _, group, a, b in sorted(repeated_groups):
-            message = f"consumed by steps {by_group[a:b, 0].tolist()}"
-            yield Finding(check=CHECK, where=f"group {group}", message=message)
+            message = f"consumed by steps {counts_by_group[a:b, 0].tolist()}"
+            yield Finding(check=CHECK, location=f"group {group}", message=message)
 
-    def _repeated(self, rows: Iterable[Rows]) -> Iterator[Finding]:
+    def _duplicate_findings(self, rows: Iterable[Rows]) -> Iterator[Finding]:
         if not self._repeated_ids:
             return
         counts: dict[int, int] = {}
@@ -98,7 +105,7 @@ class ConsumedRows:
             for id in ids[np.isin(ids, repeated_ids)].tolist():
                 counts[id] = counts.get(id, 0) + 1
         for id, count in counts.items():
-            yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
+            yield Finding(check=CHECK, location=f"trajectory {id}", message=f"stored {count} times")
 
     def _merged_counts(self) -> Ints:
         counts = _merge(np.concatenate([np.zeros((0, 5), np.int64), *self._counts]))
@@ -112,14 +119,14 @@ def _merge(counts: Ints) -> Ints:
     starts = np.flatnonzero(np.concatenate([[True], (counts[1:, :2] != counts[:-1, :2]).any(axis=1)])[: len(counts)])
     if not len(starts):
         return counts
-    merged = counts[starts].copy()
-    merged[:, 2] = np.add.reduceat(counts[:, 2], starts)
+    merged_counts = counts[starts].copy()
+    merged_counts[:, 2] = np.add.reduceat(counts[:, 2], starts)
     # Rows are added in order and the sort is stable, so the first line of a group has its first row.
-    merged[:, 4] = np.maximum.reduceat(counts[:, 4], starts)
-    return merged
+    merged_counts[:, 4] = np.maximum.reduceat(counts[:, 4], starts)
+    return merged_counts
 
 
-def _runs(values: Ints) -> Iterator[tuple[int, int, int]]:
+def _equal_ranges(values: Ints) -> Iterator[tuple[int, int, int]]:
     """Yield (value, start, stop) of each run of equal values."""
     if not len(values):
         return

@@ -30,11 +30,11 @@ DERIVED = ("rewards", "logprobs")
 def audit_history(path: Path) -> Iterator[Finding]:
     """Check all earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
     repository = repository_at(path)
-    seen: set[str] = set()
+    visited_snapshots: set[str] = set()
     for branch in sorted(branch_names(repository), key=lambda name: (name != MAIN, name)):
         if branch != MAIN:
             yield from _damage(path, branch)
-        yield from _earlier(repository, branch, seen)
+        yield from _earlier(repository, branch, visited_snapshots)
 
 
 def _damage(path: Path, branch: str) -> Iterator[Finding]:
@@ -42,39 +42,42 @@ def _damage(path: Path, branch: str) -> Iterator[Finding]:
     try:
         chunks = list(VersionedStore.open(path, branch=branch).damage())
     except StoreError as error:
-        yield Finding(check=CHECK, where=f"branch {branch}", message=str(error))
+        yield Finding(check=CHECK, location=f"branch {branch}", message=str(error))
         return
     for chunk in chunks:
-        yield Finding(check=CHECK, where=f"branch {branch}", message=chunk.error)
+        yield Finding(check=CHECK, location=f"branch {branch}", message=chunk.error)
 
 
-def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
-    """Compare the snapshots behind a branch's newest one with it. seen: snapshots that need no look; added to."""
-    replaced: set[tuple[str, int]] = set()
+def _earlier(repository: Any, branch: str, visited_snapshots: set[str]) -> Iterator[Finding]:
+    """Compare the earlier snapshots of a branch with its newest one. visited_snapshots: ids of those that were compared
+    already; the others are added."""
+    replaced_chunks: set[tuple[str, int]] = set()
     newest: Any = None
     snapshots: Any = None
     while True:
-        where = f"branch {branch}"
+        location = f"branch {branch}"
         try:
             snapshots = iter(repository.ancestry(branch=branch)) if snapshots is None else snapshots
             snapshot = next(snapshots, None)
-            if snapshot is None or snapshot.id in seen or snapshot.parent_id is None:
+            if snapshot is None or snapshot.id in visited_snapshots or snapshot.parent_id is None:
                 return
-            seen.add(snapshot.id)
-            where = f"{branch}, {snapshot.message}"
+            visited_snapshots.add(snapshot.id)
+            location = f"{branch}, {snapshot.message}"
             if snapshot.metadata.get("kind") in DERIVED:
                 continue  # it may hold other values, and was read above
             root = zarr.open_group(repository.readonly_session(snapshot_id=snapshot.id).store, mode="r")
             newest = root if newest is None else newest
-            changed = repository.diff(from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id).updated_chunks
+            changed_chunks = repository.diff(
+                from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id
+            ).updated_chunks
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
-            yield Finding(check=CHECK, where=where, message=f"cannot be read: {first_line(error)}")
+            yield Finding(check=CHECK, location=location, message=f"cannot be read: {first_line(error)}")
             return
-        chunks = {(name.strip("/"), int(index[0])) for name, indices in changed.items() for index in indices}
-        for name, number in sorted(chunks & replaced):
+        chunks = {(name.strip("/"), int(index[0])) for name, indices in changed_chunks.items() for index in indices}
+        for name, number in sorted(chunks & replaced_chunks):
             if message := _difference(root[name], newest[name], number):
-                yield Finding(check=CHECK, where=where, message=f"{name}, chunk {number}: {message}")
-        replaced |= chunks
+                yield Finding(check=CHECK, location=location, message=f"{name}, chunk {number}: {message}")
+        replaced_chunks |= chunks
 
 
 def _difference(earlier_array: Any, newest_array: Any, number: int) -> str:

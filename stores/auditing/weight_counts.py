@@ -67,39 +67,39 @@ class Refusal:
 
 def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
     """List the instances that were taken out of service, from a run's records."""
-    refused: dict[tuple[str, int], None] = {}
-    accepted: dict[tuple[str, int], int] = {}
+    refusals: dict[tuple[str, int], None] = {}
+    accepted_rows: dict[tuple[str, int], int] = {}
     num_rows = 0
     for record in records:
         for check in record.weight_checks:
             key = str(check.instance), int(check.version)
             if check.refused:
-                refused[key] = None
+                refusals[key] = None
             else:
-                accepted.setdefault(key, num_rows)
+                accepted_rows.setdefault(key, num_rows)
         num_rows += record.num_rows
     return tuple(
-        Refusal(instance=instance, version=version, accepted_from=accepted.get((instance, version)))
-        for instance, version in refused
+        Refusal(instance=instance, version=version, accepted_from=accepted_rows.get((instance, version)))
+        for instance, version in refusals
     )
 
 
 def refused_tokens(
-    where: str, row_number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
+    location: str, row_number: int, spans: Sequence[tuple[str, int, int]], refusals: Iterable[Refusal]
 ) -> Iterator[Finding]:
     """Report tokens of a row that were sampled by instances out of service.
 
     Args:
-        where: Name of the row, for the findings.
+        location: Name of the row, for the findings.
         row_number: Number of the row in the store.
         spans: Instance, version and number of tokens of each span.
-        refused: Instances that were taken out of service.
+        refusals: Instances that were taken out of service.
     """
-    for refusal in refused:
+    for refusal in refusals:
         if count := refusal.num_tokens(row_number, spans):
             sampler = f"{refusal.instance} at version {refusal.version}"
             message = f"{count} tokens of {sampler}, at which it was taken out of service"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)
 
 
 def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
@@ -107,8 +107,8 @@ def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) 
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
     for record in records:
         for check in record.weight_checks:
-            expected = published.get(check.version, check.fingerprint)
-            outcome = check.outcome if check.fingerprint == expected else "contradicted"
+            fingerprint = published.get(check.version, check.fingerprint)
+            outcome = check.outcome if check.fingerprint == fingerprint else "contradicted"
             pulls[outcome] += 1
             parts["verified"] += check.weights.verified
             parts["contradicted"] += check.weights.contradicted
@@ -126,11 +126,11 @@ def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) 
 
 def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
     """Report the instances in a record whose weights differed from the published ones."""
-    where = f"{record.kind} {record.step}"
+    location = f"{record.kind} {record.step}"
     for check in record.weight_checks:
-        expected = published.get(check.version, check.fingerprint)
-        if check.outcome == "contradicted" or check.fingerprint != expected:
-            why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
+        fingerprint = published.get(check.version, check.fingerprint)
+        if check.outcome == "contradicted" or check.fingerprint != fingerprint:
+            why = check.refused or f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}"
             event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
             message = f"{check.instance} {event} at version {check.version}: {why}"
-            yield Finding(check=CHECK, where=where, message=message)
+            yield Finding(check=CHECK, location=location, message=message)

@@ -168,21 +168,23 @@ class InFlightState:
 
         num_counted: trajectories started when the ledger state was made.
         """
-        of_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
-        later = [source for group, (source, _) in of_group.items() if group * self.group_size >= num_counted]
+        tasks_by_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
+        later_sources = [
+            source for group, (source, _) in tasks_by_group.items() if group * self.group_size >= num_counted
+        ]
         return replace(
             ledger,
             sources=tuple(
-                replace(state, num_drawn=state.num_drawn + later.count(number))
+                replace(state, num_drawn=state.num_drawn + later_sources.count(number))
                 for number, state in enumerate(ledger.sources)
             ),
-            tasks_in_flight=tuple((int(group), *drawn) for group, drawn in sorted(of_group.items())),
+            tasks_in_flight=tuple((int(group), *draw) for group, draw in sorted(tasks_by_group.items())),
         )
 
     def tasks_of(self, groups: Iterable[GroupId]) -> dict[GroupId, tuple[int, int]]:
         """(source, task) of the groups that are in flight."""
-        needed = set(groups)
-        return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in needed}
+        ids = set(groups)
+        return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in ids}
 
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
         """Whether a delivery under `route_number` is accepted: the trajectory is live, and was not routed again
@@ -230,11 +232,11 @@ class InFlightState:
 
     def remove_stored(self, ledger: LedgerState) -> None:
         """Remove the trajectories in the store, according to the `ledger` of its last record."""
-        unstored = {i for start, stop in ledger.live for i in range(start, stop)}
+        live_ids = {i for start, stop in ledger.live for i in range(start, stop)}
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.group_size)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
-            return not is_evaluation(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
+            return not is_evaluation(trajectory) and trajectory < ledger.num_started and trajectory not in live_ids
 
         for trajectory in [i for i in self.live if is_stored(i)]:
             self._drop(trajectory)
@@ -245,31 +247,31 @@ class InFlightState:
     def lost_trajectories(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
         """Find trajectories that were started but are neither stored nor in flight, because the spool lost them; by
         group."""
-        known = {*self.live, *(t.id for t in self.pending_commit())}
+        known_ids = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
         for start, stop in (*ledger.live, (ledger.num_started, self.num_drawn * self.group_size)):
             for i in range(start, stop):
-                if i not in known:
+                if i not in known_ids:
                     by_group.setdefault(GroupId(i // self.group_size), []).append(TrajectoryId(i))
         return by_group
 
-    def add_members(self, members: Iterable[TrajectoryId], drawn: spool_entries.GroupDrawn) -> None:
+    def add_members(self, members: Iterable[TrajectoryId], entry: spool_entries.GroupDrawn) -> None:
         """Add trajectories of one group, with no tokens but the prompt."""
         for member in members:
             group = GroupId(member // self.group_size)
             self.live[member] = Trajectory(
                 id=member,
                 group=group,
-                prompt_tokens=drawn.prompt_tokens,
-                timings=Timings(arrived_s=drawn.at_s),
-                dataset_row=drawn.dataset_row,
-                source=drawn.source,
-                task=drawn.task,
+                prompt_tokens=entry.prompt_tokens,
+                timings=Timings(arrived_s=entry.at_s),
+                dataset_row=entry.dataset_row,
+                source=entry.source,
+                task=entry.task,
             )
 
     def copy_with(self, entry: spool_entries.Entry) -> InFlightState:
         """Return a copy of the state with `entry` applied. Does not change the state."""
-        copied = InFlightState(
+        state = InFlightState(
             group_size=self.group_size,
             num_drawn=self.num_drawn,
             live=dict(self.live),
@@ -280,8 +282,8 @@ class InFlightState:
             batches=dict(self.batches),
             discarded=list(self.discarded),
         )
-        copied.apply(entry)
-        return copied
+        state.apply(entry)
+        return state
 
     def group_summaries(self) -> tuple[GroupInFlight, ...]:
         """All live groups without their tokens, oldest first."""
@@ -332,15 +334,15 @@ class InFlightState:
         return True
 
     def _route(self, entry: spool_entries.TrajectoriesRouted) -> bool:
-        changed = False
+        has_changed = False
         for member, route_number in entry.routed:
             t = self.live.get(member)
             if t is not None and route_number >= self.route_number(member):
                 self.routings[member] = LatestRouting(route_number, t.num_tokens)
                 if not t.timings.routed_s:
                     self.live[member] = replace(t, timings=replace(t.timings, routed_s=entry.at_s))
-                changed = True
-        return changed
+                has_changed = True
+        return has_changed
 
     def _restart_from_prompt(self, t: Trajectory, attempt: int, route_number: int) -> None:
         """Drop all tokens of a trajectory but its prompt. attempt: number of the new attempt. route_number: deliveries
@@ -370,10 +372,10 @@ class InFlightState:
         spans = list(t.spans)
         skip = num_known - entry.start
         for segment in entry.segments:
-            new = segment.drop_first(min(skip, len(segment.tokens)))
-            skip -= len(segment.tokens) - len(new.tokens)
-            if len(new.tokens):
-                _append(spans, new, merge=num_known > routing.tokens)
+            new_segment = segment.drop_first(min(skip, len(segment.tokens)))
+            skip -= len(segment.tokens) - len(new_segment.tokens)
+            if len(new_segment.tokens):
+                _append(spans, new_segment, merge=num_known > routing.tokens)
         timings = replace(t.timings, sampled_s=entry.at_s)
         self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
         return True
@@ -404,7 +406,7 @@ class InFlightState:
             return False
         self.live[entry.trajectory] = replace(
             t,
-            spans=_as_trained(t.spans),
+            spans=_mask_auxiliary_turns(t.spans),
             reward=entry.reward,
             reward_parts=dict(entry.parts),
             error=entry.error,
@@ -416,12 +418,12 @@ class InFlightState:
     def _take_batch(self, entry: spool_entries.BatchTaken) -> bool:
         if entry.step in self.batches or any(t not in self.live for t in entry.trajectories):
             return False
-        placed = zip(entry.trajectories, entry.versions, strict=True)
-        self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in placed)
+        members = zip(entry.trajectories, entry.versions, strict=True)
+        self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in members)
         return True
 
     def _discard(self, entry: spool_entries.TrajectoriesDiscarded) -> bool:
-        discarded = False
+        has_changed = False
         for ending, version in zip(entry.endings, entry.versions, strict=True):
             if ending.trajectory in self.live:
                 t = replace(self._drop(ending.trajectory), v_traj=version)
@@ -429,8 +431,8 @@ class InFlightState:
                     trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False
                 )
                 self.discarded.append(row)
-                discarded = True
-        return discarded
+                has_changed = True
+        return has_changed
 
     def _resume(self, entry: spool_entries.InFlightResumed) -> bool:
         from_prompt = set(entry.from_prompt)
@@ -439,7 +441,7 @@ class InFlightState:
         self.live, self.scored, self.routings, self.attempts, self.batches, self.discarded = {}, set(), {}, {}, {}, []
         self.turn_limits = {}
         for t in sorted(trajectories, key=lambda t: t.id):
-            all_before = all(s.version <= entry.version for s in t.segments)
+            is_older = all(s.version <= entry.version for s in t.segments)
             prompt_only = Trajectory(
                 id=t.id,
                 group=t.group,
@@ -450,26 +452,26 @@ class InFlightState:
                 task=t.task,
             )
             if t.id in from_prompt:
-                recovered = prompt_only
-            elif all_before and t.id in scored:
-                recovered = replace(t, v_traj=PolicyVersion(-1), timings=_clipped(t.timings, entry.at_s))
+                trajectory = prompt_only
+            elif is_older and t.id in scored:
+                trajectory = replace(t, v_traj=PolicyVersion(-1), timings=_clip_timings(t.timings, entry.at_s))
                 self.scored.add(t.id)
             else:
-                recovered = replace(
+                trajectory = replace(
                     prompt_only,
-                    spans=_until(entry.version, t.spans),
-                    finish=t.finish if all_before else FinishReason.UNFINISHED,
-                    timings=replace(_clipped(t.timings, entry.at_s), rewarded_s=0.0),
+                    spans=_spans_until(entry.version, t.spans),
+                    finish=t.finish if is_older else FinishReason.UNFINISHED,
+                    timings=replace(_clip_timings(t.timings, entry.at_s), rewarded_s=0.0),
                 )
-            self.live[t.id] = recovered
+            self.live[t.id] = trajectory
         return True
 
     def _end_evaluation(self) -> bool:
-        evaluated = [i for i in self.live if is_evaluation(i)]
-        for trajectory in evaluated:
+        evaluation_trajectories = [i for i in self.live if is_evaluation(i)]
+        for trajectory in evaluation_trajectories:
             self._drop(trajectory)
             self.scored.discard(trajectory)
-        return bool(evaluated)
+        return bool(evaluation_trajectories)
 
     def members_of(self, group: GroupId) -> tuple[TrajectoryId, ...]:
         """The trajectories of a group."""
@@ -482,38 +484,39 @@ class InFlightState:
         return self.live.pop(trajectory)
 
 
-def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
+def _spans_until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
     """The spans before the first one of a later version."""
     return tuple(itertools.takewhile(lambda s: isinstance(s, EnvSpan) or s.version <= version, spans))
 
 
-def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
+def _mask_auxiliary_turns(spans: Sequence[Span]) -> tuple[Span, ...]:
     """The spans of a scored trajectory, with auxiliary turns as env tokens: they have no gradient."""
-    trained: list[Span] = []
+    result: list[Span] = []
     auxiliary = False
     for span in spans:
         if isinstance(span, EnvSpan):
             auxiliary = span.auxiliary
-            trained.append(replace(span, auxiliary=False))
+            result.append(replace(span, auxiliary=False))
         else:
-            trained.append(EnvSpan(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
-    return tuple(trained)
+            result.append(EnvSpan(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
+    return tuple(result)
 
 
-def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
+def _append(spans: list[Span], segment: Segment, *, merge: bool) -> None:
     """Append a segment; with `merge`, extend the last segment instead if it is of the same version and instance."""
-    last = spans[-1] if spans and merge else None
-    if isinstance(last, Segment) and (last.version, last.instance) == (new.version, new.instance):
+    last_span = spans[-1] if spans and merge else None
+    source = (segment.version, segment.instance)
+    if isinstance(last_span, Segment) and (last_span.version, last_span.instance) == source:
         spans[-1] = replace(
-            last,
-            tokens=np.concatenate([last.tokens, new.tokens]),
-            logprobs=np.concatenate([last.logprobs, new.logprobs]),
+            last_span,
+            tokens=np.concatenate([last_span.tokens, segment.tokens]),
+            logprobs=np.concatenate([last_span.logprobs, segment.logprobs]),
         )
     else:
-        spans.append(new)
+        spans.append(segment)
 
 
-def _clipped(timings: Timings, now_s: float) -> Timings:
+def _clip_timings(timings: Timings, now_s: float) -> Timings:
     """Limit the times of a trajectory to `now_s`, the time of the resume point: the killed run went on after it."""
     return Timings(
         arrived_s=min(timings.arrived_s, now_s),

@@ -154,9 +154,9 @@ class Spool:
     def _write(self, data: bytes) -> None:
         """Append to the newest part; it is opened each time, so that nothing has to be closed."""
         with self._path(max(self._parts)).open("ab", buffering=0) as file:
-            written = 0
-            while written < len(data):
-                written += file.write(memoryview(data)[written:])
+            num_written = 0
+            while num_written < len(data):
+                num_written += file.write(memoryview(data)[num_written:])
 
     def _fail(self, error: OSError) -> None:
         """Stop writing the current part: entries are lost from here on, and none may follow in it. Warns once."""

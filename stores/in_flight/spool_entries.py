@@ -183,9 +183,9 @@ _NAMES = {entry: kind for kind, entry in KINDS.items()}
 def encode(entry: Entry) -> bytes:
     """Encode an entry as bytes: its kind, then its fields in order, without trailing ones that have their default. An
     array is stored as its length."""
-    declared = fields(entry)
-    values = [getattr(entry, f.name) for f in declared]
-    while declared[len(values) - 1].default is not MISSING and values[-1] == declared[len(values) - 1].default:
+    entry_fields = fields(entry)
+    values = [getattr(entry, f.name) for f in entry_fields]
+    while entry_fields[len(values) - 1].default is not MISSING and values[-1] == entry_fields[len(values) - 1].default:
         values.pop()
     if isinstance(values[-1], StopCriteria):
         values[-1:] = [values[-1].strings, values[-1].token_ids]

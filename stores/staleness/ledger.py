@@ -100,10 +100,10 @@ class StalenessLedger:
 
     def num_reservable(self, version: PolicyVersion) -> int:
         """Number of additional groups of `version` that can reserve an entry now."""
-        due = self.deadline(version)
-        if due < self.next_step:
+        deadline = self.deadline(version)
+        if deadline < self.next_step:
             return 0
-        free = (unreserved if unfilled > 0 else 0 for _, unreserved, unfilled in self._slack(due))
+        free = (unreserved if unfilled > 0 else 0 for _, unreserved, unfilled in self._slack(deadline))
         return max(0, min(free, default=0))
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
@@ -120,9 +120,9 @@ class StalenessLedger:
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # except for the groups that were started in excess.
         allowance = self.groups_started - self.groups_per_step
-        for step, promised, finished in self._due_counts(self.next_step):
-            left = promised - self._num_picked(step, finished)
-            if left > self.groups_started * (step - self.next_step) + allowance:
+        for step, num_due, num_finished in self._due_counts(self.next_step):
+            num_left = num_due - self._num_picked(step, num_finished)
+            if num_left > self.groups_started * (step - self.next_step) + allowance:
                 return False
         return True
 
@@ -146,21 +146,21 @@ class StalenessLedger:
         occupied: dict[int, dict[int, int]] = {b: {} for b in steps}
         free = dict.fromkeys(steps, self.groups_started)
         for version in sorted(self._reserved, reverse=True):
-            left = len(self._reserved[version])
+            num_left = len(self._reserved[version])
             for b in range(self.deadline(version), self.next_step - 1, -1):
-                n = min(left, free[b])
+                n = min(num_left, free[b])
                 if n:
                     reserved[b][version] = n
                 free[b] -= n
-                left -= n
+                num_left -= n
         for version in sorted(self._occupied):
-            left = len(self._occupied[version])
+            num_left = len(self._occupied[version])
             for b in steps:
-                n = min(left, free[b])
+                n = min(num_left, free[b])
                 if n:
                     occupied[b][version] = n
                 free[b] -= n
-                left -= n
+                num_left -= n
         return tuple(
             BufferView(step=b, reserved=reserved[b], occupied=occupied[b], capacity=self.groups_per_step) for b in steps
         )
@@ -256,21 +256,21 @@ class StalenessLedger:
             raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
         if not self.ready():
             raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
-        picked = self._batch()
-        for entry in picked:
+        batch = self._batch()
+        for entry in batch:
             if not entry.version <= step <= entry.version + self.eta:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
-        for entry in picked:
+        for entry in batch:
             self._leave(entry)
             del self.entries[entry.group]
-        members = tuple(m for e in picked for m in e.completed)
+        members = tuple(m for e in batch for m in e.completed)
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
         self.next_step += 1
         return Consumption(
             step=step,
-            groups=tuple(e.group for e in picked),
+            groups=tuple(e.group for e in batch),
             members=members,
-            versions=tuple(e.version for e in picked),
+            versions=tuple(e.version for e in batch),
             surplus=self._shed(),
         )
 
@@ -316,11 +316,12 @@ class StalenessLedger:
         self._validate_membership()
         self._validate_counts()
         strict = self._reservations_per_step == self.groups_per_step
-        for step, promised, finished in self._due_counts(min(self.next_step, self.version)):
+        for step, num_due, num_finished in self._due_counts(min(self.next_step, self.version)):
             num_entries = self.groups_per_step * max(0, step - self.next_step + 1)
-            if finished > num_entries or (strict and promised > num_entries):
+            if num_finished > num_entries or (strict and num_due > num_entries):
                 raise ProtocolViolation(
-                    f"{promised} groups ({finished} finished) are due by step {step}, which has {num_entries} entries"
+                    f"{num_due} groups ({num_finished} finished) are due by step {step}, "
+                    f"which has {num_entries} entries"
                 )
         for version, groups in (*self._reserved.items(), *self._occupied.items()):
             if groups and (version > self.next_step or self.deadline(version) < self.next_step):
@@ -328,12 +329,14 @@ class StalenessLedger:
 
     def _validate_membership(self) -> None:
         for state, index in ((EntryState.RESERVED, self._reserved), (EntryState.OCCUPIED, self._occupied)):
-            listed = {g: v for v, groups in index.items() for g in groups}
-            if sum(map(len, index.values())) != len(listed):
+            index_versions = {g: v for v, groups in index.items() for g in groups}
+            if sum(map(len, index.values())) != len(index_versions):
                 raise ProtocolViolation(f"a group is {state.name} under two versions")
-            expected = {g: e.version for g, e in self.entries.items() if e.state is state}
-            if listed != expected:
-                raise ProtocolViolation(f"{state.name} index and entries differ: {listed.items() ^ expected.items()}")
+            expected_versions = {g: e.version for g, e in self.entries.items() if e.state is state}
+            if index_versions != expected_versions:
+                raise ProtocolViolation(
+                    f"{state.name} index and entries differ: {index_versions.items() ^ expected_versions.items()}"
+                )
         for entry in self.entries.values():
             if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
                 raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
@@ -341,14 +344,15 @@ class StalenessLedger:
                 raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
 
     def _validate_counts(self) -> None:
-        live = sum(len(e.completed) + len(e.waiting) for e in self.entries.values())
-        if live != self.num_live:
+        num_live = sum(len(e.completed) + len(e.waiting) for e in self.entries.values())
+        if num_live != self.num_live:
             raise ProtocolViolation(
-                f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, but {live} live"
+                f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, "
+                f"but {num_live} live"
             )
-        consumed = self.num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
-        if consumed != self.next_step * self.groups_per_step * self.group_size:
-            raise ProtocolViolation(f"{consumed} trajectories consumed by {self.next_step} steps")
+        num_consumed = self.num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
+        if num_consumed != self.next_step * self.groups_per_step * self.group_size:
+            raise ProtocolViolation(f"{num_consumed} trajectories consumed by {self.next_step} steps")
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -360,19 +364,20 @@ class StalenessLedger:
             and self.num_occupied >= self.groups_per_step
         )
 
-    def _num_picked(self, step: int, finished: int) -> int:
-        """Number of groups due by `step` in the next step's batch. finished: number of finished groups due by it."""
-        return min(self.groups_per_step, finished)
+    def _num_picked(self, step: int, num_finished: int) -> int:
+        """Number of groups due by `step` in the next step's batch. num_finished: number of finished groups due by
+        it."""
+        return min(self.groups_per_step, num_finished)
 
     def _batch(self) -> list[Entry]:
         """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""
-        picked: list[Entry] = []
+        entries: list[Entry] = []
         for version in sorted(self._occupied):
             for group in self._occupied[version]:
-                if len(picked) == self.groups_per_step:
+                if len(entries) == self.groups_per_step:
                     break
-                picked.append(self.entries[group])
-        return picked
+                entries.append(self.entries[group])
+        return entries
 
     def _horizon(self) -> int:
         """The last step by which any existing or possible reservation is due."""
@@ -388,32 +393,33 @@ class StalenessLedger:
     def _due_counts(self, first: int) -> Iterator[tuple[int, int, int]]:
         """For each step from `first` to the last deadline: (step, number of groups with a reservation due by it, number
         of finished ones among them). No live group is due before `first`."""
-        promised = finished = 0
+        num_due = num_finished = 0
         for step in range(first, self._horizon() + 1):
             for version in self._due_versions(step):
                 num_occupied = len(self._occupied.get(version, ()))
-                finished += num_occupied
-                promised += num_occupied + len(self._reserved.get(version, ()))
-            yield step, promised, finished
+                num_finished += num_occupied
+                num_due += num_occupied + len(self._reserved.get(version, ()))
+            yield step, num_due, num_finished
 
-    def _slack(self, due: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `due` to the last deadline: (step, number of further groups due by then that can reserve
-        an entry, number of entries that finished work leaves). The two numbers differ only with redundancy, which
-        reserves more entries than there are."""
-        for step, promised, finished in self._due_counts(self.next_step):
-            if step >= due:
+    def _slack(self, deadline: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `deadline` to the last deadline: (step, number of further groups due by then that can
+        reserve an entry, number of entries that finished work leaves). The two numbers differ only with redundancy,
+        which reserves more entries than there are."""
+        for step, num_due, num_finished in self._due_counts(self.next_step):
+            if step >= deadline:
                 num_steps = step - self.next_step + 1
                 yield (
                     step,
-                    self._reservations_per_step * num_steps - promised,
-                    self.groups_per_step * num_steps - finished,
+                    self._reservations_per_step * num_steps - num_due,
+                    self.groups_per_step * num_steps - num_finished,
                 )
 
-    def _shortage(self, due: int, last: int) -> str | None:
-        """The reason one more group due by `due` cannot reserve an entry, judged by the steps to `last`, or None."""
-        if due < self.next_step:
-            return f"it would have to be trained on by step {due}, the next is {self.next_step}"
-        for step, unreserved, unfilled in itertools.takewhile(lambda slack: slack[0] <= last, self._slack(due)):
+    def _shortage(self, deadline: int, last: int) -> str | None:
+        """The reason one more group due by `deadline` cannot reserve an entry, judged by the steps to `last`, or
+        None."""
+        if deadline < self.next_step:
+            return f"it would have to be trained on by step {deadline}, the next is {self.next_step}"
+        for step, unreserved, unfilled in itertools.takewhile(lambda slack: slack[0] <= last, self._slack(deadline)):
             if unreserved <= 0:
                 num_reserved = self.groups_started * (step - self.next_step + 1) - unreserved
                 return f"{num_reserved} groups have reserved the {num_reserved + unreserved} entries up to step {step}"
@@ -465,8 +471,8 @@ class StalenessLedger:
         oldest_due = self.deadline(min(self._reserved, default=self.version))
         num_free = UNLIMITED
         # From the latest deadline down: a group can use an entry only if one is free at its deadline and at all later.
-        for step, _, finished in reversed(list(self._due_counts(min(oldest_due, self.next_step)))):
-            num_free = min(num_free, self.groups_per_step * max(0, step - self.next_step + 1) - finished)
+        for step, _, num_finished in reversed(list(self._due_counts(min(oldest_due, self.next_step)))):
+            num_free = min(num_free, self.groups_per_step * max(0, step - self.next_step + 1) - num_finished)
             if num_free <= 0:
                 reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP
                 for version in tuple(self._due_versions(step)):

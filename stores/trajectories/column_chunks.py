@@ -51,20 +51,20 @@ class _ChunkedArray:
         old_length = self.length
         chunk_index, tail_size = divmod(old_length, self.chunk_length)
         tail = (await self._chunk(chunk_index))[:tail_size] if tail_size else self._fill_rows(0)
-        joined = np.concatenate([tail, values.astype(self._dtype, copy=False)])
+        new_values = np.concatenate([tail, values.astype(self._dtype, copy=False)])
         self.metadata["shape"][0] = old_length + len(values)
         await self._write("zarr.json", json.dumps(self.metadata).encode())
-        for i in range(-(-len(joined) // self.chunk_length)):
-            chunk_values = joined[i * self.chunk_length : (i + 1) * self.chunk_length]
+        for i in range(-(-len(new_values) // self.chunk_length)):
+            chunk_values = new_values[i * self.chunk_length : (i + 1) * self.chunk_length]
             if (chunk_values != self._fill).any():  # chunks with only the fill value are not stored
                 chunk = np.concatenate([chunk_values, self._fill_rows(self.chunk_length - len(chunk_values))])
                 await self._write(self._key(chunk_index + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 
     async def _chunk(self, index: int) -> Array:
-        encoded = await self._store.get(f"{self._name}/{self._key(index)}", self._prototype)
-        if encoded is None:
+        chunk = await self._store.get(f"{self._name}/{self._key(index)}", self._prototype)
+        if chunk is None:
             return self._fill_rows(self.chunk_length)
-        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.chunk_length, *self._row_shape)
+        return np.frombuffer(_ZSTD.decode(chunk.to_bytes()), self._dtype).reshape(self.chunk_length, *self._row_shape)
 
     async def _write(self, key: str, data: bytes) -> None:
         await self._store.set(f"{self._name}/{key}", self._prototype.buffer.from_bytes(data))

@@ -136,8 +136,8 @@ COLUMNS = (
 
 def select_columns(names: Iterable[str] | None = None) -> list[Column]:
     """The columns with these names, all by default, in the order of COLUMNS."""
-    wanted = None if names is None else set(names)
-    return [column for column in COLUMNS if wanted is None or column.name in wanted]
+    name_set = None if names is None else set(names)
+    return [column for column in COLUMNS if name_set is None or column.name in name_set]
 
 
 def shown_columns(names: Iterable[str] | None = None) -> list[Column]:

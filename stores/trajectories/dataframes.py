@@ -87,10 +87,10 @@ def to_pandas(rows: Iterable[EndedTrajectory], read_texts: ReadTexts | None = No
     for name in ARRAY_TYPES:
         columns[name] = pandas.Series([r[name] for r in records], dtype=object)
     if read_texts is not None:
-        decoded = read_texts(rows)
+        row_texts = read_texts(rows)
         for name in TEXT_COLUMNS:
             kind = object if name == "messages" else "str"
-            columns[name] = pandas.Series([getattr(text, name) for text in decoded], dtype=kind)
+            columns[name] = pandas.Series([getattr(text, name) for text in row_texts], dtype=kind)
     return pandas.DataFrame(columns)
 
 

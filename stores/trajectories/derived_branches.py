@@ -1,7 +1,7 @@
 """Derived branches of a store: the same trajectories with other rewards or logprobs. The original is never changed.
 
-A branch shares every chunk with its parent snapshot except those of what differs, and records how it was made, its
-lineage. It is created atomically: until it is complete it has a temporary name that is never listed.
+A branch shares all chunks of unchanged arrays with its parent snapshot, and records how it was made, its lineage. It
+is created atomically: until it is complete it has a temporary name that is never listed.
 """
 
 from __future__ import annotations
@@ -56,42 +56,42 @@ def check_branch_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
-def derive(store: reader.StoreReader, path: Path, name: str, new: BranchRewards, lineage: Mapping[str, Any]) -> str:
+def derive(store: reader.StoreReader, path: Path, name: str, rewards: BranchRewards, lineage: Mapping[str, Any]) -> str:
     """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
     StoreError; then no branch is left."""
 
     def change(root: Any) -> None:
-        count = len(new.rewards)
+        count = len(rewards.rewards)
         if reader.num_rows(root) != count:
             raise StoreError(f"{path}: {reader.num_rows(root)} rows, but rewards for {count}")
-        root["rows/reward"][:] = new.rewards
-        root["rows/advantage"][:] = new.advantages
-        _change_masks(root, new.loss_mask)
-        root["rows/loss_mask"][:] = new.loss_mask
-        if new.errors is not None:
-            root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
+        root["rows/reward"][:] = rewards.rewards
+        root["rows/advantage"][:] = rewards.advantages
+        _change_masks(root, rewards.loss_mask)
+        root["rows/loss_mask"][:] = rewards.loss_mask
+        if rewards.errors is not None:
+            root.attrs["errors"] = {str(trajectory): error for trajectory, error in rewards.errors.items()}
 
     return _commit_branch(store, path, name, "rewards", change, lineage)
 
 
 def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
-    """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
+    """Write the token masks of the rows whose loss mask changes, file by file."""
     table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *reader.SPAN_COLUMNS)}
     rows = np.flatnonzero(table["loss_mask"] != loss_mask)
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
     file_elements = reader.elements_per_file(mask)
-    for first in range(0, int(mask.shape[0]), file_elements):
-        inside = (starts < first + file_elements) & (ends > first) & (starts < ends)
-        if not inside.any():
+    for start_token in range(0, int(mask.shape[0]), file_elements):
+        overlaps = (starts < start_token + file_elements) & (ends > start_token) & (starts < ends)
+        if not overlaps.any():
             continue
-        values = np.asarray(mask[first : first + file_elements])
-        sampled = np.asarray(versions[first : first + file_elements]) != NO_VERSION
-        for start, end, trained in zip(starts[inside], ends[inside], loss_mask[rows[inside]], strict=True):
-            token_range = slice(max(0, start - first), end - first)
-            values[token_range] = sampled[token_range] & trained
-        mask[first : first + file_elements] = values
+        values = np.asarray(mask[start_token : start_token + file_elements])
+        sampled = np.asarray(versions[start_token : start_token + file_elements]) != NO_VERSION
+        for start, end, mask_value in zip(starts[overlaps], ends[overlaps], loss_mask[rows[overlaps]], strict=True):
+            token_range = slice(max(0, start - start_token), end - start_token)
+            values[token_range] = sampled[token_range] & mask_value
+        mask[start_token : start_token + file_elements] = values
 
 
 def derive_logprobs(
@@ -111,8 +111,8 @@ def derive_logprobs(
             reader.RECOMPUTED_LOGPROBS, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
             compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
         )  # fmt: skip
-        for first in range(0, len(logprobs), COPIED_AT_ONCE):
-            array[first : first + COPIED_AT_ONCE] = logprobs[first : first + COPIED_AT_ONCE]
+        for start_token in range(0, len(logprobs), COPIED_AT_ONCE):
+            array[start_token : start_token + COPIED_AT_ONCE] = logprobs[start_token : start_token + COPIED_AT_ONCE]
 
     return _commit_branch(store, path, name, "logprobs", change, lineage)
 
@@ -129,10 +129,10 @@ def _commit_branch(
     repository = repository_at(path)
     parent = store.snapshot
     _remove(repository, (b for b in repository.list_branches() if b.startswith(INCOMPLETE)))  # left by killed writers
-    temporary = f"{INCOMPLETE}{secrets.token_hex(4)}"
-    repository.create_branch(temporary, parent)
+    temporary_name = f"{INCOMPLETE}{secrets.token_hex(4)}"
+    repository.create_branch(temporary_name, parent)
     try:
-        session = repository.writable_session(temporary)
+        session = repository.writable_session(temporary_name)
         root: Any = zarr.open_group(session.store, mode="r+")
         change(root)
         root.attrs["lineage"] = {**lineage, "parent": parent}
@@ -142,7 +142,7 @@ def _commit_branch(
     except (icechunk.IcechunkError, OSError) as error:
         raise StoreError(f"{path}: branch {name!r} could not be stored: {error}") from error
     finally:
-        _remove(repository, [temporary])
+        _remove(repository, [temporary_name])
 
 
 def _remove(repository: Any, names: Iterable[str]) -> None:

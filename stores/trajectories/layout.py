@@ -62,26 +62,29 @@ class CommitArrays:
     num_tokens: int
 
 
-def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> CommitArrays:
+def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: int) -> CommitArrays:
     """Convert trajectories to arrays for a commit. start, text_start: positions in the store where their tokens and
     texts begin."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
     offset = start
-    for row in ended:
+    for row in ended_trajectories:
         t = row.trajectory
         response, versions = t.response_tokens, t.versions
-        prompt = len(t.prompt_tokens)
+        prompt_length = len(t.prompt_tokens)
         tokens["ids"] += [t.prompt_tokens, response]
-        tokens["logprobs"] += [np.zeros(prompt, np.float32), t.logprobs]
-        tokens["versions"] += [np.full(prompt, NO_VERSION, np.int32), versions]
-        tokens["mask"] += [np.zeros(prompt, np.uint8), ((versions != NO_VERSION) & row.loss_mask).astype(np.uint8)]
-        texts.append(json.dumps(_extra(t), separators=(",", ":")).encode())
+        tokens["logprobs"] += [np.zeros(prompt_length, np.float32), t.logprobs]
+        tokens["versions"] += [np.full(prompt_length, NO_VERSION, np.int32), versions]
+        tokens["mask"] += [
+            np.zeros(prompt_length, np.uint8),
+            ((versions != NO_VERSION) & row.loss_mask).astype(np.uint8),
+        ]
+        texts.append(json.dumps(_extra_fields(t), separators=(",", ":")).encode())
         offsets.append(offset)
-        offset += prompt + len(response)
-    rows = empty_rows(len(ended), COLUMNS)
+        offset += prompt_length + len(response)
+    rows = empty_rows(len(ended_trajectories), COLUMNS)
     for column in shown_columns():
-        rows[column.name] = [column.encode(row) for row in ended]
+        rows[column.name] = [column.encode(row) for row in ended_trajectories]
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]
     rows["text_offset"] = text_start + np.cumsum(rows["text_bytes"]) - rows["text_bytes"]
@@ -107,9 +110,9 @@ def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: b
     arrays |= {c.array_name: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
     arrays["text"] = np.frombuffer(text, np.uint8)
     for name, values in arrays.items():
-        little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+        little_endian = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
         digest.update(f"{name}:{len(values)};".encode())
-        digest.update(little.view(np.uint8).data)
+        digest.update(little_endian.view(np.uint8).data)
     return digest.hexdigest()
 
 
@@ -130,7 +133,7 @@ def unpack(
     """
     try:
         extra = json.loads(text[row["text_offset"] - text_start :][: row["text_bytes"]])
-        stored = [parse_span(*span) for span in extra["segments"]]
+        stored_spans = [parse_span(*span) for span in extra["segments"]]
         if min(row["finish"], row["fate"], row["reason"]) < 0:  # Python would count from the end
             raise IndexError("finish, fate and reason must not be negative")
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
@@ -141,8 +144,8 @@ def unpack(
     middle = row_start + row["prompt_tokens"]
     end = middle + row["response_tokens"]
     spans: list[Span] = []
-    index, agree = middle, True
-    for origin, version, size, seconds, after in stored:
+    index, versions_match = middle, True
+    for origin, version, size, seconds, after in stored_spans:
         if after >= index - row_start:
             raise StoreError(
                 f"trajectory {row['trajectory']}: its branch at token {index - row_start} goes on after token {after}"
@@ -153,9 +156,9 @@ def unpack(
         else:
             instance = InstanceId(origin)
             spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
-        agree &= bool((tokens["versions"][index : index + size] == version).all())
+        versions_match &= bool((tokens["versions"][index : index + size] == version).all())
         index += size
-    if index != end or not agree:
+    if index != end or not versions_match:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
     return EndedTrajectory(
         trajectory=Trajectory(
@@ -181,18 +184,18 @@ def unpack(
     )
 
 
-def parse_span(instance: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
+def parse_span(instance: str, version: int, size: int, *env_values: float) -> tuple[str, int, int, float, int]:
     """Parse a stored span. Raises ValueError or TypeError if it is malformed. Seconds of sampled spans are 0; `after`
     is -1 if no branch begins with the span."""
-    if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):
-        raise ValueError(f"a span of version {version} with {len(more)} further numbers")
-    seconds, after = (*more, -1)[:2] if more else (0.0, -1)
-    if len(more) == 2 and after < 0:
+    if len(env_values) not in ((1, 2) if version == NO_VERSION else (0,)):
+        raise ValueError(f"a span of version {version} with {len(env_values)} further numbers")
+    seconds, after = (*env_values, -1)[:2] if env_values else (0.0, -1)
+    if len(env_values) == 2 and after < 0:
         raise ValueError(f"a branch that goes on after token {after}")
     return str(instance), int(version), int(size), float(seconds), int(after)
 
 
-def _extra(trajectory: Trajectory) -> dict[str, Any]:
+def _extra_fields(trajectory: Trajectory) -> dict[str, Any]:
     extra: dict[str, Any] = {"segments": [_encode_span(span) for span in trajectory.spans]}
     if trajectory.reward_parts:
         extra["parts"] = trajectory.reward_parts
@@ -202,9 +205,9 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _encode_span(span: Span) -> list[str | int | float]:
-    """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds], and `after` if
-    a branch begins with it."""
+    """A span as stored: [instance, version, tokens] of a segment; [role, NO_VERSION, tokens, seconds] of an EnvSpan,
+    with `after` at the end if a branch begins with it."""
     if isinstance(span, EnvSpan):
-        stored: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
-        return stored if span.after is None else [*stored, span.after]
+        stored_spans: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
+        return stored_spans if span.after is None else [*stored_spans, span.after]
     return [span.instance, span.version, len(span.tokens)]

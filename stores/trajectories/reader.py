@@ -224,14 +224,14 @@ class StoreReader:
         root = self._read_root()
         count = self._num_commits(root)
         table = self._slice(root, "commits", 0, count)
-        trained = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
-        records = {int(i): next(self._records(root, i, i + 1)) for i in {*trained[-1:].tolist(), count - 1} - {-1}}
+        step_indices = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
+        records = {int(i): next(self._records(root, i, i + 1)) for i in {*step_indices[-1:].tolist(), count - 1} - {-1}}
         return Summary(
-            num_steps=len(trained),
+            num_steps=len(step_indices),
             num_rows=num_rows(root),
             num_tokens=int(table[:, COMMIT_AT["tokens"]].sum()),
             last=records.get(count - 1),
-            last_trained=records[int(trained[-1])] if len(trained) else None,
+            last_trained=records[int(step_indices[-1])] if len(step_indices) else None,
         )
 
     # -- trajectories --------------------------------------------------------------------------------------------
@@ -268,11 +268,11 @@ class StoreReader:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
         Adjacent ones are read together."""
         root = self._read_root()
-        wanted = list(positions)
+        position_list = list(positions)
         start = 0
-        for i in range(1, len(wanted) + 1):
-            if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
-                yield from self._readable(root, wanted[start], wanted[i - 1] + 1)
+        for i in range(1, len(position_list) + 1):
+            if i == len(position_list) or position_list[i] != position_list[i - 1] + 1:
+                yield from self._readable(root, position_list[start], position_list[i - 1] + 1)
                 start = i
 
     def _readable(self, root: Any, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
@@ -352,10 +352,10 @@ class StoreReader:
         arrays, and response_tokens that count sampled tokens only."""
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
-        wanted = shown_columns(names)
-        stored = self._columns(root, *bounds, select_columns({"given_tokens", *(column.name for column in wanted)}))
+        columns = shown_columns(names)
+        stored = self._columns(root, *bounds, select_columns({"given_tokens", *(column.name for column in columns)}))
         table: dict[str, npt.NDArray[Any]] = {}
-        for column in wanted:
+        for column in columns:
             values = stored[column.name]
             if column.name == "response_tokens":
                 values = values - stored["given_tokens"]
@@ -458,11 +458,11 @@ class StoreReader:
         """Rebuild trajectories from their rows and their `extent`. Raises StoreError if these contradict each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
-            ended = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_first)
+            row = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_first)
             if self._errors is not None:
-                error = self._errors.get(str(ended.trajectory.id), "")
-                ended = replace(ended, trajectory=replace(ended.trajectory, error=error, reward_parts={}))
-            yield ended
+                error = self._errors.get(str(row.trajectory.id), "")
+                row = replace(row, trajectory=replace(row.trajectory, error=error, reward_parts={}))
+            yield row
 
     def _slice(self, root: Any, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         array = root[name]

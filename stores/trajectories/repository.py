@@ -70,16 +70,15 @@ def creating_repository(path: Path, url: str = "") -> Iterator[Any]:
     flush_and_rename(tmp_path, path)
 
 
-def check_bucket(url: str, *, new: bool) -> None:
-    """Raise ConfigError if a store's bucket does not answer. new: whether to raise it also if the bucket has a run's
-    store already."""
+def check_bucket(url: str, *, must_be_new: bool) -> None:
+    """Raise ConfigError if a store's bucket does not answer, with must_be_new also if it has a run's store already."""
     problem, remedy = (
         f"store = {url!r}: the bucket cannot be used",
         "check the name, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID",
     )
     with raised_as(ConfigError, problem, icechunk.IcechunkError, OSError, remedy=remedy, describe=first_line):
         check_endpoint()
-        if icechunk.Repository.exists(bucket_storage(url)) and new:
+        if icechunk.Repository.exists(bucket_storage(url)) and must_be_new:
             _unused(url)
 
 
@@ -152,10 +151,10 @@ def store_error(path: Path, problem: str, error: BaseException) -> StoreError:
 
 
 def _config() -> Any:
-    split = icechunk.ManifestSplittingConfig.from_dict(
+    splitting = icechunk.ManifestSplittingConfig.from_dict(
         {icechunk.ManifestSplitCondition.AnyArray(): {icechunk.ManifestSplitDimCondition.Any(): MANIFEST_CHUNKS}}
     )
-    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=split))
+    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=splitting))
 
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

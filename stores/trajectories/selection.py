@@ -108,10 +108,10 @@ class Selection:
         parts = [self._value(v, columns) for v in values]
         claims = []
         for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
-            among = isinstance(op, (ast.In, ast.NotIn))
-            if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != among:
+            is_membership = isinstance(op, (ast.In, ast.NotIn))
+            if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != is_membership:
                 raise self._wrong("compares values that cannot be compared")
-            kinds = [_is_text(x) for x in ([left, *right] if among else [left, right])]
+            kinds = [_is_text(x) for x in ([left, *right] if is_membership else [left, right])]
             if any(kinds) != all(kinds):
                 raise self._wrong("compares text with numbers; quote text, as in fate == 'consumed'")
             claims.append(_COMPARISONS[type(op)](left, right))

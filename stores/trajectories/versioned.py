@@ -75,7 +75,7 @@ class VersionedStore(StoreReader):
         # The expected head of the next commit: there is one committer, and it knows its last commit.
         self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
         super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
-        self._stored: StoredIds | None = None
+        self._ids: StoredIds | None = None
         """Loaded by the first commit, and again after a failed one."""
         self._entry = ""
         """Entry of the last commit, loaded with `_stored`."""
@@ -139,8 +139,8 @@ class VersionedStore(StoreReader):
             num_steps: Training steps to keep.
             undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
         """
-        undone, ended = 0, False
-        refused: tuple[WeightCheck, ...] = ()
+        num_undone, has_ended = 0, False
+        refused_checks: tuple[WeightCheck, ...] = ()
         try:
             repository = open_repository(path)
             with lock_head(path):
@@ -148,25 +148,25 @@ class VersionedStore(StoreReader):
                     kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
                     if kind == "created" or (kind == "step" and step == num_steps - 1):
                         break
-                    undone += kind == "step"
-                    ended |= kind == "end"
-                if undone or (ended and undo_end):
-                    refused = _refusals_after(cls.open(path).commits(), num_steps)
+                    num_undone += kind == "step"
+                    has_ended |= kind == "end"
+                if num_undone or (has_ended and undo_end):
+                    refused_checks = _refusals_after(cls.open(path).commits(), num_steps)
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
         except (icechunk.IcechunkError, OSError) as error:
             raise store_error(path, f"cannot be set back to its first {num_steps} steps", error) from error
-        if refused:
+        if refused_checks:
             store = cls.open(path)
-            last = store.commits(-1)
-            ledger = last[0].ledger if last else EMPTY_LEDGER
-            store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused), [])
-        return undone
+            last_records = store.commits(-1)
+            ledger = last_records[0].ledger if last_records else EMPTY_LEDGER
+            store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused_checks), [])
+        return num_undone
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
+    def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing. Returns the snapshot.
         Sets the record's num_rows, num_tokens, rows_fingerprint and previous.
 
@@ -176,13 +176,13 @@ class VersionedStore(StoreReader):
         """
         if not self._may_commit:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
-        ids = [e.trajectory.id for e in ended]
+        ids = [e.trajectory.id for e in rows]
         path, digest = Path(self._where), _digest(record, ids)
         try:
             with lock_head(path):
                 if self._failed:  # credentials are read when a repository is opened
-                    self._repository, self._stored = open_repository(path), None
-                snapshot = self._applied_snapshot(digest) or self._append_and_commit(record, ended, digest)
+                    self._repository, self._ids = open_repository(path), None
+                snapshot = self._applied_snapshot(digest) or self._append_and_commit(record, rows, digest)
         except StoreError as error:
             self._failed = isinstance(error, StoreUnavailable)
             raise
@@ -197,8 +197,8 @@ class VersionedStore(StoreReader):
             ) from error
         self._failed = False
         self._head = snapshot
-        if self._stored is not None:
-            self._stored.add(ids)
+        if self._ids is not None:
+            self._ids.add(ids)
         self._has_columns |= bool(ids)
         return snapshot
 
@@ -217,16 +217,16 @@ class VersionedStore(StoreReader):
             "resumed elsewhere, and this is no longer its store"
         )
 
-    def _append_and_commit(self, record: StepRecord, ended: Sequence[EndedTrajectory], digest: str) -> str:
+    def _append_and_commit(self, record: StepRecord, rows: Sequence[EndedTrajectory], digest: str) -> str:
         """Append the rows and the record, and commit. Returns the snapshot."""
         session = self._repository.writable_session(MAIN)
         root = zarr.open_group(session.store, mode="r+")
-        if self._stored is None:
-            self._stored, self._entry = self._stored_ids(root), self._last_entry(root)
-        if twice := self._stored.find_stored([e.trajectory.id for e in ended]):
-            raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
-        filled, entry = self._append(root, record, ended)
-        numbers = {"kind": record.kind, "step": record.step, "rows": filled.num_rows, "tokens": filled.num_tokens}
+        if self._ids is None:
+            self._ids, self._entry = self._stored_ids(root), self._last_entry(root)
+        if duplicates := self._ids.find_stored([e.trajectory.id for e in rows]):
+            raise StoreError(f"{self._where}: trajectory {duplicates[0]} would be stored twice")
+        stored, entry = self._append(root, record, rows)
+        numbers = {"kind": record.kind, "step": record.step, "rows": stored.num_rows, "tokens": stored.num_tokens}
         hashes = {"digest": digest, "entry": entry}
         snapshot = str(session.commit(f"{record.kind} {record.step}", metadata=numbers | hashes))
         self._entry = entry
@@ -251,36 +251,36 @@ class VersionedStore(StoreReader):
         count = self._num_commits(root)
         return next((entry_of(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
 
-    def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
+    def _append(self, root: Any, record: StepRecord, rows: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
         file_elements = elements_per_file(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file_elements) * file_elements
-        packed = layout.pack(ended, start, int(root["text"].shape[0]))
-        end = start + packed.num_tokens
-        appended: dict[str, npt.NDArray[Any]] = {}
-        if packed.num_tokens:
-            for name, values in packed.tokens.items():
+        arrays = layout.pack(rows, start, int(root["text"].shape[0]))
+        end = start + arrays.num_tokens
+        new_values: dict[str, npt.NDArray[Any]] = {}
+        if arrays.num_tokens:
+            for name, values in arrays.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((end,))
                 array[start:end] = values
-        if len(ended):
+        if len(rows):
             if not self._has_columns:
                 before = num_rows(root)
                 for column in COLUMNS:
                     _ensure_column(root, column, before)
-            appended |= {column.array_name: packed.rows[column.name] for column in COLUMNS}
-        if packed.text:
-            appended["text"] = np.frombuffer(packed.text, np.uint8)
-        filled = replace(
+            new_values |= {column.array_name: arrays.rows[column.name] for column in COLUMNS}
+        if arrays.text:
+            new_values["text"] = np.frombuffer(arrays.text, np.uint8)
+        stored = replace(
             record,
-            num_rows=len(ended),
-            num_tokens=packed.num_tokens,
-            rows_fingerprint=layout.fingerprint_rows(packed.tokens, packed.rows, packed.text) if len(ended) else "",
+            num_rows=len(rows),
+            num_tokens=arrays.num_tokens,
+            rows_fingerprint=layout.fingerprint_rows(arrays.tokens, arrays.rows, arrays.text) if len(rows) else "",
             previous=self._entry,
         )
-        text = json.dumps(CODEC.encode(filled), separators=(",", ":")).encode()
-        append_all(root.store, appended | _packed_record(root, filled, text, packed.rows["trajectory"]))
-        return filled, entry_of(text)
+        text = json.dumps(CODEC.encode(stored), separators=(",", ":")).encode()
+        append_all(root.store, new_values | _packed_record(root, stored, text, arrays.rows["trajectory"]))
+        return stored, entry_of(text)
 
 
 def _refusals_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
@@ -367,10 +367,10 @@ class StoredIds:
     """
 
     def __init__(self, commits: Ints, read: Callable[[int, int], Ints]) -> None:
-        self._unread = commits[commits[:, 2] < commits[:, 3]]
-        self._read = read
-        self._earlier = np.zeros(0, np.int64)
-        """Of those commits that were read."""
+        self._unread_commits = commits[commits[:, 2] < commits[:, 3]]
+        self._read_ids = read
+        self._loaded_ids = np.zeros(0, np.int64)
+        """Ids of the commits that were read."""
         self._added_flags = bytearray()
         """A byte per id, set for what was added here."""
 
@@ -378,19 +378,19 @@ class StoredIds:
         """Those of `ids` that are stored already or occur twice, in order."""
         if not ids:
             return []
-        overlap = (self._unread[:, 0] <= max(ids)) & (self._unread[:, 1] >= min(ids))
+        overlap = (self._unread_commits[:, 0] <= max(ids)) & (self._unread_commits[:, 1] >= min(ids))
         if overlap.any():
-            earlier = [self._read(int(start), int(stop)) for start, stop in self._unread[overlap, 2:]]
-            self._earlier = np.concatenate([self._earlier, *earlier])
-            self._unread = self._unread[~overlap]
-        stored = np.isin(np.asarray(ids, np.int64), self._earlier).tolist()
-        seen: set[int] = set()
-        twice = []
-        for id, earlier in zip(ids, stored, strict=True):
-            if earlier or id in seen or (id < len(self._added_flags) and self._added_flags[id]):
-                twice.append(id)
-            seen.add(id)
-        return twice
+            new_ids = [self._read_ids(int(start), int(stop)) for start, stop in self._unread_commits[overlap, 2:]]
+            self._loaded_ids = np.concatenate([self._loaded_ids, *new_ids])
+            self._unread_commits = self._unread_commits[~overlap]
+        stored_flags = np.isin(np.asarray(ids, np.int64), self._loaded_ids).tolist()
+        previous_ids: set[int] = set()
+        duplicates = []
+        for id, is_stored in zip(ids, stored_flags, strict=True):
+            if is_stored or id in previous_ids or (id < len(self._added_flags) and self._added_flags[id]):
+                duplicates.append(id)
+            previous_ids.add(id)
+        return duplicates
 
     def add(self, ids: Sequence[int]) -> None:
         """Add the ids of a commit."""

@@ -123,8 +123,8 @@ class ResumePoints:
             # A file and a folder of one version must not exist together: they are of different numbers of processes.
             remove(self.path(version, sharded=not sharded))
             versions = self.versions()
-            for old in {*versions} - {*kept_versions(versions, self._keep_every)}:
-                self._remove(old)
+            for other in {*versions} - {*kept_versions(versions, self._keep_every)}:
+                self._remove(other)
 
     @contextlib.contextmanager
     def _checked_claim(self, path: Path) -> Iterator[None]:
@@ -142,13 +142,13 @@ class ResumePoints:
         """Context manager with the locked claim file. It is not locked if the file system has no locks, or if another
         process keeps it locked for longer than RENAME_S, for example a stopped one. Raises OSError."""
         fd = os.open(self._claim_file, os.O_RDWR | os.O_CREAT, 0o666)
-        until = time.monotonic() + RENAME_S
+        deadline = time.monotonic() + RENAME_S
         try:
             while True:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    if time.monotonic() < until:
+                    if time.monotonic() < deadline:
                         time.sleep(0.01)
                         continue
                 except OSError:
@@ -171,8 +171,10 @@ def _short_writes_named(folder: Path) -> Iterator[None]:
     except RuntimeError as error:
         if not any(mark in str(error) for mark in SHORT_WRITE_MARKS):
             raise
-        free = shutil.disk_usage(folder).free
-        raise RuntimeError(f"a write was cut short, as on a full disk ({free / 2**20:.1f} MiB are free)") from error
+        free_bytes = shutil.disk_usage(folder).free
+        raise RuntimeError(
+            f"a write was cut short, as on a full disk ({free_bytes / 2**20:.1f} MiB are free)"
+        ) from error
 
 
 @contextlib.contextmanager

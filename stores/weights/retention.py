@@ -16,5 +16,5 @@ def kept_versions(versions: Sequence[int], keep_every: int) -> list[int]:
         versions: Versions that have a resume point, oldest first.
         keep_every: Versions between two points that are kept for good.
     """
-    latest = versions[-NUM_LATEST_KEPT:]
-    return [version for version in versions if version in latest or (keep_every and version % keep_every == 0)]
+    latest_versions = versions[-NUM_LATEST_KEPT:]
+    return [version for version in versions if version in latest_versions or (keep_every and version % keep_every == 0)]

@@ -31,19 +31,19 @@ class WeightPart:
 
 def compare_parts(parts: Iterable[WeightPart]) -> WeightReport:
     """Compare parts with the values they should be equal to."""
-    verified, unknown, differing = 0, Counter[str](), list[str]()
+    num_verified, unknown_reasons, differing_names = 0, Counter[str](), list[str]()
     for part in parts:
         if part.incomparable_reason:
-            unknown[part.incomparable_reason] += 1
+            unknown_reasons[part.incomparable_reason] += 1
         elif equal_bits(part.loaded, part.published):
-            verified += 1
+            num_verified += 1
         else:
-            differing.append(part.name)
+            differing_names.append(part.name)
     return WeightReport(
-        verified=verified,
-        not_verified=dict(unknown),
-        contradicted=len(differing),
-        names=tuple(differing[:MAX_NAMES]),
+        verified=num_verified,
+        not_verified=dict(unknown_reasons),
+        contradicted=len(differing_names),
+        names=tuple(differing_names[:MAX_NAMES]),
     )
 
 

@@ -70,5 +70,5 @@ def _type(name: str, tensor: torch.Tensor | Array) -> str:
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
+        num_written = os.pwrite(fd, view, offset)
+        view, offset = view[num_written:], offset + num_written

@@ -3,7 +3,7 @@
 A version is published by rename, so a reader sees all of it or nothing. Whether an instance has loaded what was
 published is proved by fingerprints (stores/weights/weight_hash.py), not by how the file came to its host.
 
-torch is loaded only where there are tensors: who hands a version's file on needs none.
+torch is imported only by functions that use tensors, so a process that only forwards files does not load it.
 
 A file may arrive in pieces, in any order, which are written at their offsets on arrival. Invariants: a piece counts as
 missing until all its bytes are written. Only written bytes are read back.
@@ -57,20 +57,20 @@ def shapes(tensors: Tensors) -> Shapes:
 
 def read_shapes(path: Path) -> Shapes:
     """Tensor names and shapes of a published file, without reading the tensors. Raises StoreError."""
-    cannot = f"{path}: weights cannot be read"
-    with raised_as(StoreError, cannot, OSError, ValueError, SafetensorError), safe_open(path, "pt") as file:
+    problem = f"{path}: weights cannot be read"
+    with raised_as(StoreError, problem, OSError, ValueError, SafetensorError), safe_open(path, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def check_shapes(expected: Shapes, loaded: Shapes, path: Path) -> None:
+def check_shapes(expected_shapes: Shapes, loaded_shapes: Shapes, path: Path) -> None:
     """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting any
     weights."""
-    if expected.keys() != loaded.keys():
-        differing = sorted(expected.keys() ^ loaded.keys())
-        raise StoreError(f"{path}: {len(differing)} tensors differ from the model's, the first is {differing[0]}")
-    for name, shape in expected.items():
-        if shape != loaded[name]:
-            raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
+    if expected_shapes.keys() != loaded_shapes.keys():
+        names = sorted(expected_shapes.keys() ^ loaded_shapes.keys())
+        raise StoreError(f"{path}: {len(names)} tensors differ from the model's, the first is {names[0]}")
+    for name, shape in expected_shapes.items():
+        if shape != loaded_shapes[name]:
+            raise StoreError(f"{path}: {name} has shape {loaded_shapes[name]}, the model's has {shape}")
 
 
 SHARD = "2GB"
@@ -85,32 +85,32 @@ FOLDER_PREFIX = "staleflow-"
 def remove_unused_folders(parent: Path) -> list[Path]:
     """Remove the folders below `parent` that no process uses any more, and return them. Safe while other runs start."""
     removed = []
-    for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
-        with contextlib.suppress(OSError), owner.open("rb") as file:
+    for lock_fd in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError), lock_fd.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent, ignore_errors=True)
-            removed.append(owner.parent)
+            shutil.rmtree(lock_fd.parent, ignore_errors=True)
+            removed.append(lock_fd.parent)
     return removed
 
 
-def _owned(folder: Path) -> int | None:
+def _create_and_lock(folder: Path) -> int | None:
     """Create a folder and lock it as one in use; returns the lock's file descriptor, or None if a sweep removed the
     folder before it was locked. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+        lock_fd = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(owner, fcntl.LOCK_SH)
-        if os.path.samestat(os.fstat(owner), (folder / OWNER).stat()):
-            return owner
+        fcntl.flock(lock_fd, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(lock_fd), (folder / OWNER).stat()):
+            return lock_fd
     except FileNotFoundError:
         pass
     except OSError:
-        os.close(owner)
+        os.close(lock_fd)
         raise
-    os.close(owner)
+    os.close(lock_fd)
     return None
 
 
@@ -181,10 +181,10 @@ class WeightFolder:
         with raised_as(
             StoreError, f"{folder}: cannot be created", OSError, remedy="set cluster.shared_memory to another folder"
         ):
-            while (owner := _owned(folder)) is None:
+            while (lock_fd := _create_and_lock(folder)) is None:
                 continue
         # The lock ends with this object or with the process, whichever comes first.
-        self._release = weakref.finalize(self, os.close, owner)
+        self._release = weakref.finalize(self, os.close, lock_fd)
 
     def path(self, version: PolicyVersion) -> Path:
         return self.folder / f"v{version:08d}.safetensors"
@@ -194,18 +194,18 @@ class WeightFolder:
 
     def publish(self, version: PolicyVersion, weights: Tensors | TensorStream) -> str:
         """Write a version, which becomes visible atomically. Returns its fingerprint. Raises StoreError."""
-        with self._replacing(self.path(version)) as part:
-            return weight_file.write(part, weights)
+        with self._replacing(self.path(version)) as tmp_path:
+            return weight_file.write(tmp_path, weights)
 
     @contextlib.contextmanager
-    def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
+    def receive(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
         """Context manager: receive a file of this folder. When the block ends, the file becomes visible if it is
         complete, and is removed otherwise. Raises StoreError."""
-        with self._replacing(path) as part:
-            incoming = PartialFile(part, num_bytes, piece_bytes)
-            yield incoming
-            if incoming.missing:
-                raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")
+        with self._replacing(path) as tmp_path:
+            partial_file = PartialFile(tmp_path, num_bytes, piece_bytes)
+            yield partial_file
+            if partial_file.missing:
+                raise StoreError(f"{path}: {len(partial_file.missing)} pieces have not arrived")
 
     def read_chunk(self, path: Path, offset: int, size: int) -> bytes:
         """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
@@ -213,11 +213,11 @@ class WeightFolder:
             file.seek(offset)
             return file.read(size)
 
-    def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+    def prune(self, used_versions: Iterable[PolicyVersion]) -> list[PolicyVersion]:
         """Remove all versions except those in use and the newest. Returns the removed ones. A process that has a
         removed file open can still read it."""
         versions = self.versions()
-        keep = {*used, *versions[-1:]}
+        keep = {*used_versions, *versions[-1:]}
         removed = [v for v in versions if v not in keep]
         for version in removed:
             self.path(version).unlink(missing_ok=True)
@@ -257,13 +257,13 @@ def save_checkpoint(
     largest = max(weights.values(), key=lambda tensor: tensor.numel())
     kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
 
-    def write(part: Path) -> None:
-        model.save_pretrained(part, state_dict=dict(weights), max_shard_size=SHARD)
+    def write(tmp_path: Path) -> None:
+        model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=SHARD)
         config = copy.deepcopy(model.config)
         config.dtype = kind  # not that of the weights that are trained
-        config.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        config.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
         if also is not None:
-            also(part)
+            also(tmp_path)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

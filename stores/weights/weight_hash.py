@@ -89,24 +89,24 @@ def fingerprint(
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = min(MAX_THREADS, cores)
-    checkpoint_hash = hashlib.sha256()
-    waiting: deque[tuple[bytes, list[Future[bytes]]]] = deque()
-    num_waiting = 0
+    weights_hash = hashlib.sha256()
+    pending_digests: deque[tuple[bytes, list[Future[bytes]]]] = deque()
+    num_pending = 0
 
-    def add(header: bytes, digests: list[Future[bytes]]) -> int:
-        checkpoint_hash.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
+    def add_tensor(header: bytes, digests: list[Future[bytes]]) -> int:
+        weights_hash.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
         return len(digests)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
         for name, tensor in sorted_tensors(weights):
             digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
-            waiting.append((_header(name, tensor), digests))
-            num_waiting += len(digests)
-            while num_waiting > MAX_QUEUED_PIECES * threads:
-                num_waiting -= add(*waiting.popleft())
-        for header, digests in waiting:
-            add(header, digests)
-    return f"{SCHEME}:{checkpoint_hash.hexdigest()}"
+            pending_digests.append((_header(name, tensor), digests))
+            num_pending += len(digests)
+            while num_pending > MAX_QUEUED_PIECES * threads:
+                num_pending -= add_tensor(*pending_digests.popleft())
+        for header, digests in pending_digests:
+            add_tensor(header, digests)
+    return f"{SCHEME}:{weights_hash.hexdigest()}"
 
 
 def _header(name: str, tensor: AnyTensor) -> bytes:

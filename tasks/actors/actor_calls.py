@@ -59,16 +59,16 @@ def remote_methods(cls: Class) -> Class:
 def _with_actor_errors(method: Any) -> Any:
     @functools.wraps(method)
     async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        pickled = args[:1] == (PICKLED,)
+        is_pickled = args[:1] == (PICKLED,)
         _mark_within_actor()
         try:
-            result = await method(self, *(pickle.loads(args[1]) if pickled else args), **kwargs)
+            result = await method(self, *(pickle.loads(args[1]) if is_pickled else args), **kwargs)
         except StaleflowError:
             raise
         except Exception as error:
             logger.exception("%s failed", method.__qualname__)
             raise ActorFailed(f"{type(error).__name__}: {error}") from error
-        return (PICKLED, pickle.dumps(result, 5)) if pickled and type(result) is not bytes else result
+        return (PICKLED, pickle.dumps(result, 5)) if is_pickled and type(result) is not bytes else result
 
     return wrapper
 

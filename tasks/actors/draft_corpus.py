@@ -71,7 +71,7 @@ class DraftCorpus:
     def new_responses(self, running: Iterable[TrajectoryId], known_responses: frozenset[TrajectoryId]) -> NewResponses:
         """Return responses to the prompts of running trajectories, without those in `known_responses`."""
         responses: list[PromptResponses] = []
-        known: set[TrajectoryId] = set()
+        known_ids: set[TrajectoryId] = set()
         prompts: dict[bytes, list[Trajectory]] = {}
         for t in (self._in_flight.live.get(i) for i in running if self._max_tokens):
             if t is not None:
@@ -84,12 +84,12 @@ class DraftCorpus:
             unsent = [(i, tokens) for i, tokens in tokens_by_id.items() if i not in known_responses][
                 :MAX_RESPONSES_PER_REPLY
             ]
-            known |= (known_responses & tokens_by_id.keys()) | {i for i, _ in unsent}
+            known_ids |= (known_responses & tokens_by_id.keys()) | {i for i, _ in unsent}
             if unsent:
                 responses.append(
                     PromptResponses(prompt=tuple(trajectories[0].prompt_tokens.tolist()), responses=tuple(unsent))
                 )
-        return NewResponses(responses, frozenset(known))
+        return NewResponses(responses, frozenset(known_ids))
 
     def _finished_siblings(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:
         """Yield the finished siblings of a trajectory in flight, with their tokens."""
@@ -101,13 +101,13 @@ class DraftCorpus:
 
 def _latest_rows(store: StoreReader, min_tokens: int) -> list[EndedTrajectory]:
     """Return the last rows of a store that have at least `min_tokens` tokens together, or all rows."""
-    latest: list[EndedTrajectory] = []
+    rows_so_far: list[EndedTrajectory] = []
     stop = store.summary().num_rows
     while stop > 0 and min_tokens > 0:
         rows = store.rows(start := max(0, stop - ROWS_PER_READ), stop)
-        latest, stop = rows + latest, start
+        rows_so_far, stop = rows + rows_so_far, start
         min_tokens -= sum(row.trajectory.num_tokens for row in rows)
-    return latest
+    return rows_so_far
 
 
 def _response_tokens(t: Trajectory) -> tuple[int, ...]:

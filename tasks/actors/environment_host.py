@@ -187,10 +187,10 @@ class EnvironmentHost:
 
     async def close_episodes(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Close the environments of trajectories. Running steps are cancelled and have no outcome."""
-        removed = set(trajectories)
-        for key in [key for key in self._running_steps if key[0] in removed]:
+        ids = set(trajectories)
+        for key in [key for key in self._running_steps if key[0] in ids]:
             self._running_steps.pop(key).cancel()
-        self._environments.cancel([self._keys.pop(t) for t in removed if t in self._keys])
+        self._environments.cancel([self._keys.pop(t) for t in ids if t in self._keys])
 
     async def close(self) -> None:
         for task in self._running_steps.values():
@@ -216,7 +216,7 @@ class EnvironmentHost:
         state, outcome = await self._state_and_outcome(call_server, item)
         if state is None or outcome is not None:
             return outcome
-        key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
+        key = EpisodeKey(group=state.group, held_out=state.held_out, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
         turn: SampledTurn | None = None
         if self._environments.needs_token_ids:
@@ -226,14 +226,14 @@ class EnvironmentHost:
                 return (await self._state_and_outcome(call_server, item))[1]
         truncated = item.truncated or state.is_full
         result = await self._environments.step(key, state.record, state.turns, truncated=truncated, latest_turn=turn)
-        elapsed_s = result.seconds + result.waited_s
+        elapsed_s = result.environment_s + result.waited_s
         if not result.ended:
             observation = ObservationItem(
                 trajectory=trajectory,
                 num_tokens=state.num_tokens,
                 route_number=route_number,
                 messages=result.messages,
-                seconds=result.seconds,
+                seconds=result.environment_s,
                 replayed=result.replayed,
             )
             receipt: ObservationReceipt = await call_server("add_observations", observation)
@@ -243,7 +243,7 @@ class EnvironmentHost:
                 return (await self._state_and_outcome(call_server, item))[1]
             if receipt.problem == "full":
                 result = await self._environments.end(key, state.record)
-                elapsed_s += result.seconds + result.waited_s
+                elapsed_s += result.environment_s + result.waited_s
             else:
                 self._environments.cancel([key])
                 result = HostedStepResult(ended=True, error=receipt.reason or REPLAY_DIFFERS)

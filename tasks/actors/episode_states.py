@@ -21,7 +21,7 @@ def episode_state(
         max_tokens: token limit of its response.
     """
     return EpisodeState(
-        task=t.group,
+        group=t.group,
         member=t.id % in_flight.group_size,
         attempt=in_flight.attempt(t.id),
         record=record,

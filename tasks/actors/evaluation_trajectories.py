@@ -48,8 +48,8 @@ class EvaluationTrajectories:
             )
             for group, item in items.items()
         ]
-        applied: list[Entry] = [entry for entry in entries if self._in_flight.apply(entry)]
-        return {i: items[group] for i, group in groups.items()}, applied
+        applied_entries: list[Entry] = [entry for entry in entries if self._in_flight.apply(entry)]
+        return {i: items[group] for i, group in groups.items()}, applied_entries
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
         """Return the maximum response length of each group that belongs to an evaluation."""

@@ -35,19 +35,19 @@ def rebuild_in_flight(
 
 def started_trajectories(in_flight: InFlightState) -> set[TrajectoryId]:
     """Return the trajectories in flight that have been routed or have tokens, without those of evaluations."""
-    live = [t for t in in_flight.live.values() if not is_evaluation(t.id)]
-    started = {t.id for t in live if t.timings.routed_s or t.segments}
+    live_trajectories = [t for t in in_flight.live.values() if not is_evaluation(t.id)]
+    started = {t.id for t in live_trajectories if t.timings.routed_s or t.segments}
     return started | {t.id for t in in_flight.pending_commit()}
 
 
 def recovered_work(in_flight: InFlightState, started: set[TrajectoryId], ledger: LedgerState) -> RecoveredWork:
     """Count the in-flight work after a resumption. started: trajectories that had been started before it."""
-    recovered = [t for t in in_flight.live.values() if t.segments]
+    recovered_trajectories = [t for t in in_flight.live.values() if t.segments]
     return RecoveredWork(
         ledger=ledger,
-        num_responses=len(recovered),
-        num_tokens=sum(t.num_tokens for t in recovered),
-        num_restarted=len(started) - len(started & {t.id for t in recovered}),
+        num_responses=len(recovered_trajectories),
+        num_tokens=sum(t.num_tokens for t in recovered_trajectories),
+        num_restarted=len(started) - len(started & {t.id for t in recovered_trajectories}),
     )
 
 

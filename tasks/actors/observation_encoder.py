@@ -56,12 +56,12 @@ class ObservationEncoder:
         if item.replayed and not self._replay_matches(t, item.replayed):
             return "differs"
         try:
-            encoded = self._encode_messages(t, item.messages)
+            observation = self._encode_messages(t, item.messages)
         except ConfigError as error:
             if split_params(item.messages)[0].after_turn is None:
                 raise
             return RenderError(str(error))
-        return "full" if item.num_tokens + len(encoded.tokens) >= max_new_tokens else encoded
+        return "full" if item.num_tokens + len(observation.tokens) >= max_new_tokens else observation
 
     def _encode_messages(self, t: Trajectory, messages: tuple[Message, ...]) -> ObservationTokens:
         """Encode the messages that follow a trajectory's newest turn."""
@@ -70,8 +70,8 @@ class ObservationEncoder:
             return ObservationTokens(self._bridge(t, messages))
         sequence = np.concatenate([t.prompt_tokens, t.response_tokens])
         if after_turn:
-            earlier = replace(t, spans=t.spans[: _num_spans_through_turn(t, after_turn)])
-            return ObservationTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
+            prefix = replace(t, spans=t.spans[: _num_spans_through_turn(t, after_turn)])
+            return ObservationTokens(self._bridge(prefix, messages), len(t.prompt_tokens) + prefix.num_tokens)
         request_tokens = np.asarray(self._prompts.render(messages, t.source), np.int32)
         if not len(request_tokens):
             raise ConfigError("the request's conversation has no tokens; send a message with a text")
@@ -90,8 +90,8 @@ class ObservationEncoder:
         """Return True if the replayed messages encode to the trajectory's first observations."""
         stops = [i for i, span in enumerate(t.spans) if not isinstance(span, Segment)]
         for stop, messages in zip(stops, replayed, strict=False):
-            encoded = self._encode_messages(replace(t, spans=t.spans[:stop]), messages)
-            if encoded.tokens != t.spans[stop].tokens.tolist():
+            observation = self._encode_messages(replace(t, spans=t.spans[:stop]), messages)
+            if observation.tokens != t.spans[stop].tokens.tolist():
                 return False
         return len(replayed) <= len(stops)
 

@@ -95,7 +95,7 @@ class ParameterServer:
             if fetch_task is None:
                 fetch = self._fetch(version, num_bytes, sources)
                 fetch_task = self._fetch_tasks[version] = asyncio.ensure_future(fetch)
-                fetch_task.add_done_callback(lambda done: self._remove_fetch_task(version, done))
+                fetch_task.add_done_callback(lambda task: self._remove_fetch_task(version, task))
             await asyncio.wait({fetch_task}, timeout=MAX_WAIT_S)
             if not fetch_task.done():
                 partial_file = self._partial_files.get(version)
@@ -153,7 +153,7 @@ class ParameterServer:
 
     async def _fetch(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> None:
         """Fetch a version, and serve its pieces to others as they arrive."""
-        with self._folder.incoming(self._folder.path(version), num_bytes, self._piece_bytes) as partial_file:
+        with self._folder.receive(self._folder.path(version), num_bytes, self._piece_bytes) as partial_file:
             self._partial_files[version] = partial_file
             try:
                 await self._fetch_from_any(sources, version, partial_file)
@@ -166,13 +166,13 @@ class ParameterServer:
         """Fetch the missing pieces from the sources in turn. Raises TransferFailed once none has sent anything for
         call_s seconds."""
         failures: dict[str, str] = {}
-        arrived, arrived_s = 0, _now()
+        bytes_arrived, arrived_s = 0, _now()
         while partial_file.missing:
             failures |= await self._fetch_from_each(sources, version, partial_file)
             if not partial_file.missing:
                 return
-            if partial_file.bytes_arrived > arrived:
-                arrived, arrived_s = partial_file.bytes_arrived, _now()
+            if partial_file.bytes_arrived > bytes_arrived:
+                bytes_arrived, arrived_s = partial_file.bytes_arrived, _now()
             elif _now() - arrived_s > self._call_s or not sources:
                 raise TransferFailed(
                     f"version {version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
@@ -188,17 +188,17 @@ class ParameterServer:
         for source in sources:
             try:
                 await self._fetch_from(source, version, partial_file)
-            except SourceFailed as failed:
-                logger.warning("version %d after %d bytes: %s", version, partial_file.bytes_arrived, failed)
-                failures[source.name] = str(failed)
+            except SourceFailed as error:
+                logger.warning("version %d after %d bytes: %s", version, partial_file.bytes_arrived, error)
+                failures[source.name] = str(error)
         return failures
 
     async def _fetch_from(self, source: Source, version: PolicyVersion, partial_file: PartialFile) -> None:
         """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""
-        needed = iter(list(partial_file.missing.values()))
+        pieces = iter(list(partial_file.missing.values()))
 
         async def fetch_pieces() -> None:
-            for piece in needed:
+            for piece in pieces:
                 data = await self._read(source, version, piece)
                 await asyncio.to_thread(partial_file.write, piece, data)
 

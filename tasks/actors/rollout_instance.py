@@ -126,8 +126,8 @@ class RolloutInstance:
         def submit() -> list[SampledTokens]:
             if self._asleep:
                 raise ProtocolViolation(f"{self._instance} sleeps, but was sent {len(requests)} trajectories to sample")
-            engine_version, unfinished = self._engine.version, [r for r in requests if isinstance(r, Request)]
-            for request in unfinished:
+            engine_version, sampling_requests = self._engine.version, [r for r in requests if isinstance(r, Request)]
+            for request in sampling_requests:
                 min_version = request.version
                 if (
                     min_version is None
@@ -138,7 +138,7 @@ class RolloutInstance:
                         f"{self._instance} serves version {engine_version}, trajectory {request.trajectory} needs "
                         f"{min_version}"
                     )
-            self._engine.submit(unfinished)
+            self._engine.submit(sampling_requests)
             return [r for r in requests if isinstance(r, SampledTokens)]
 
         ended_turns = await self._command(submit)
@@ -150,8 +150,8 @@ class RolloutInstance:
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[RequestOutcome]:
         """Stop sampling trajectories, and send their tokens to the server. If sending fails, the next interrupt sends
         and reports them too."""
-        interrupted = await self._command(self._engine.interrupt, trajectories)
-        self._interrupted += interrupted
+        outputs = await self._command(self._engine.interrupt, trajectories)
+        self._interrupted += outputs
         outcomes = await self._deliver(server, self._interrupted)
         self._interrupted = []
         return outcomes
@@ -292,14 +292,16 @@ class RolloutInstance:
             tokens, error = num_tokens.get(e.trajectory, 0), e.error if isinstance(e, FailedRequest) else ""
             if isinstance(e, SampledTokens) and e.trajectory in num_tokens and tokens < _response_end(e):
                 error = _non_finite_error(e) or f"the trajectory server has {tokens} of its first {e.start} tokens"
-            drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, SampledTokens) else (0, 0)
+            drafted_tokens, accepted_tokens = (
+                (e.drafted_tokens, e.accepted_tokens) if isinstance(e, SampledTokens) else (0, 0)
+            )
             outcome = RequestOutcome(
                 trajectory=e.trajectory,
                 route_number=e.route_number,
                 num_tokens=tokens,
                 error=error,
-                drafted_tokens=drafted,
-                accepted_tokens=accepted,
+                drafted_tokens=drafted_tokens,
+                accepted_tokens=accepted_tokens,
             )
             outcomes.append(outcome)
         return outcomes

@@ -65,10 +65,10 @@ class RewardItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
-    """The state of an episode whose turn has ended, for its environment host. task, member, attempt, held_out: identify
-    the episode. turns: texts of its turns, oldest first. num_tokens: length of the response so far."""
+    """The state of an episode whose turn has ended, for its environment host. group, member, attempt, held_out:
+    identify the episode. turns: texts of its turns, oldest first. num_tokens: length of the response so far."""
 
-    task: GroupId
+    group: GroupId
     member: int
     attempt: int
     held_out: bool = False

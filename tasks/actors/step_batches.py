@@ -43,9 +43,9 @@ class StepBatches:
         if step not in self._batches:
             settings, group_size = self._settings, self._settings.group_size
             rows = consumed_rows(step, self._in_flight.batches[step], group_size, settings.advantage, settings.overlong)
-            rows_and_advantages = [(e.trajectory, e.advantage) for e in rows]
+            trajectories_and_advantages = [(e.trajectory, e.advantage) for e in rows]
             fingerprint = asyncio.get_running_loop().run_in_executor(
-                self._store_thread.executor, batch_fingerprint, rows_and_advantages
+                self._store_thread.executor, batch_fingerprint, trajectories_and_advantages
             )
             metrics = batch_metrics(rows, group_size)
             self._batches[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
@@ -68,15 +68,15 @@ class StepBatches:
         batch fingerprint filled in."""
         batch = self.batch(record.step) if record.kind == "step" else None
         rows = [*(batch.rows if batch else []), *self._in_flight.discarded]
-        live = id_ranges(self._in_flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
+        live_ranges = id_ranges(self._in_flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
         metrics = batch.metrics if batch else {}
-        complete = replace(
+        complete_record = replace(
             record,
-            ledger=replace(record.ledger, live=live),
+            ledger=replace(record.ledger, live=live_ranges),
             metrics=metrics | record.metrics,
             batch_fingerprint=await batch.fingerprint if batch else "",
         )
-        return rows, metrics, complete
+        return rows, metrics, complete_record
 
     def forget(self, step: int) -> None:
         """Drop the batch of a stored step."""
@@ -90,5 +90,5 @@ class StepBatches:
 async def _pack_message(rows: list[EndedTrajectory], start: int) -> BatchMessage:
     """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
     stop = message_end(rows, start)
-    packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])
-    return BatchMessage(arrays=packed, num_remaining=len(rows) - stop)
+    arrays = await asyncio.to_thread(RowArrays.of, rows[start:stop])
+    return BatchMessage(arrays=arrays, num_remaining=len(rows) - stop)

@@ -48,18 +48,18 @@ class TaskCache:
                 (task.record, self._encode(task)) for task in self._draw_tasks(range(start, start + len(draws)), draws)
             ]
 
-        drawn = await self._in_thread(encode)
-        self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, start)}
-        return [prompt for _, prompt in drawn]
+        encoded_tasks = await self._in_thread(encode)
+        self._records |= {GroupId(group): record for group, (record, _) in enumerate(encoded_tasks, start)}
+        return [prompt for _, prompt in encoded_tasks]
 
     async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
         """Return the records of groups. Records that are not in memory, because an earlier process drew them, are read
         from the source."""
         wanted_groups = set(groups)
         records = {group: self._records[group] for group in wanted_groups if group in self._records}
-        if missing := sorted(wanted_groups - set(records)):
-            tasks = self._tasks_of(missing)
-            drawn = await self._in_thread(lambda: self._read_records(missing, tasks))
+        if missing_groups := sorted(wanted_groups - set(records)):
+            tasks = self._tasks_of(missing_groups)
+            drawn = await self._in_thread(lambda: self._read_records(missing_groups, tasks))
             self._records |= drawn
             records |= drawn
         return records
@@ -75,9 +75,9 @@ class TaskCache:
     def _read_records(
         self, groups: Sequence[GroupId], tasks: Mapping[GroupId, tuple[int, int]]
     ) -> dict[GroupId, Record]:
-        drawn = [group for group in groups if not is_evaluation(group)]
-        tasks_drawn = self._draw_tasks(drawn, [tasks[group] for group in drawn])
-        records = {group: task.record for group, task in zip(drawn, tasks_drawn, strict=True)}
+        training_groups = [group for group in groups if not is_evaluation(group)]
+        group_tasks = self._draw_tasks(training_groups, [tasks[group] for group in training_groups])
+        records = {group: task.record for group, task in zip(training_groups, group_tasks, strict=True)}
         return records | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
@@ -96,8 +96,8 @@ class TaskCache:
 
     def prompt(self, group: GroupId, source: int, task: int) -> DrawnPrompt:
         """Return a group's prompt. source, task: as in GroupDrawn."""
-        (drawn,) = self._draw_tasks([group], [(source, task)])
-        return self._encode(drawn)
+        (group_task,) = self._draw_tasks([group], [(source, task)])
+        return self._encode(group_task)
 
     def _draw_tasks(self, groups: Sequence[int], draws: Sequence[tuple[int, int]]) -> list[Task]:
         """Draw the tasks of groups. Tasks of one source are drawn in one call."""

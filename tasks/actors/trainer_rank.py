@@ -183,8 +183,8 @@ def _cause(error: BaseException, peer_calls: Sequence[Future[None]]) -> BaseExce
     """Return the cause of a rank's `error`: the loss of another rank, if one is lost."""
     with contextlib.suppress(TimeoutError):
         for future in as_completed(peer_calls, timeout=SETTLE_S):
-            if isinstance(lost := future.exception(), ActorLost):
-                return lost
+            if isinstance(loss_error := future.exception(), ActorLost):
+                return loss_error
     if not isinstance(error, ActorLost) and is_lost_rank_error(error):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
     return error

@@ -148,7 +148,7 @@ class TrajectoryServer:
         source_tasks = list(draws or [(0, -1)] * num_groups)
         prompts = await self._task_cache.draw(first_group, source_tasks)
         now = self._now()
-        drawn = [
+        entries = [
             spool_entries.GroupDrawn(
                 group=GroupId(group),
                 prompt_tokens=prompt.tokens,
@@ -159,9 +159,9 @@ class TrajectoryServer:
             )
             for group, (prompt, (source, task)) in enumerate(zip(prompts, source_tasks, strict=True), first_group)
         ]
-        await self._async_spool.append([entry for entry in drawn if self._in_flight.apply(entry)])
+        await self._async_spool.append([entry for entry in entries if self._in_flight.apply(entry)])
         return [
-            NewGroup(group=e.group, prompt_tokens=len(e.prompt_tokens), source=e.source, task=e.task) for e in drawn
+            NewGroup(group=e.group, prompt_tokens=len(e.prompt_tokens), source=e.source, task=e.task) for e in entries
         ]
 
     async def held_out(self, count: int) -> list[HeldOut]:
@@ -196,19 +196,21 @@ class TrajectoryServer:
     async def requests(self, items: tuple[server_messages.RouteItem, ...]) -> list[Request | SampledTokens]:
         """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
         delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
-        evaluation_items, applied = await self._evaluation_trajectories.begin(
+        evaluation_items, applied_entries = await self._evaluation_trajectories.begin(
             (item.trajectory for item in items), self._now()
         )
-        await self._async_spool.append(applied)
+        await self._async_spool.append(applied_entries)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.has_agents:
-            live = [self._in_flight.live[item.trajectory] for item in items if item.trajectory in self._in_flight.live]
-            records = await self._task_cache.records(t.group for t in live)
+            trajectories = [
+                self._in_flight.live[item.trajectory] for item in items if item.trajectory in self._in_flight.live
+            ]
+            records = await self._task_cache.records(t.group for t in trajectories)
         items = tuple(item for item in items if item.trajectory in self._in_flight.live)
         entry = spool_entries.TrajectoriesRouted(
             routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now()
         )
-        changed = self._in_flight.apply(entry)
+        has_changed = self._in_flight.apply(entry)
         requests = []
         for item in items:
             t = self._in_flight.live[item.trajectory]
@@ -217,7 +219,7 @@ class TrajectoryServer:
                 params = params_of(records[t.group])
                 turn_tokens, stop = params.max_tokens, params.stop
             requests.append(build_request(t, item, self._settings, evaluation_items.get(t.id), turn_tokens, stop))
-        await self._async_spool.append([entry] if changed else [])
+        await self._async_spool.append([entry] if has_changed else [])
         return requests
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
@@ -228,7 +230,7 @@ class TrajectoryServer:
         returned number is less than was delivered.
         """
         now = self._now()
-        accepted: list[spool_entries.Entry] = []
+        applied_entries: list[spool_entries.Entry] = []
         num_tokens = {}
         for item in sampled:
             entry = spool_entries.TokensDelivered(
@@ -241,10 +243,10 @@ class TrajectoryServer:
                 attempt=self._in_flight.attempt(item.trajectory),
             )
             if self._in_flight.apply(entry):
-                accepted.append(entry)
+                applied_entries.append(entry)
             if self._in_flight.accepts(item.trajectory, item.route_number):
                 num_tokens[item.trajectory] = self._in_flight.live[item.trajectory].num_tokens
-        await self._async_spool.append(accepted)
+        await self._async_spool.append(applied_entries)
         return num_tokens
 
     async def other_responses(
@@ -282,11 +284,12 @@ class TrajectoryServer:
     async def newest_turns(self, items: list[server_messages.TurnItem]) -> list[SampledTurn | None]:
         """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for a trajectory
         whose turn has been followed by another turn or an observation."""
-        awaited = [
+        flags = [
             self._in_flight.awaits_environment(item.trajectory, item.num_tokens, item.route_number) for item in items
         ]
         turns = [
-            (self._in_flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)
+            (self._in_flight.live[item.trajectory] if flag else None, item.text)
+            for item, flag in zip(items, flags, strict=True)
         ]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
 
@@ -303,7 +306,7 @@ class TrajectoryServer:
         ]
         max_new_tokens = await self._evaluation_trajectories.max_new_tokens(t.group for t in trajectories if t)
         default_max_tokens = self._settings.prompts.response_tokens
-        encoded = await asyncio.to_thread(
+        observations = await asyncio.to_thread(
             lambda: [
                 self._observation_encoder.encode(t, item, max_new_tokens.get(t.group) or default_max_tokens(t.source))
                 if t
@@ -311,9 +314,9 @@ class TrajectoryServer:
                 for t, item in zip(trajectories, items, strict=True)
             ]
         )
-        accepted: list[spool_entries.Entry] = []
+        applied_entries: list[spool_entries.Entry] = []
         receipts: list[server_messages.ObservationReceipt] = []
-        for item, result in zip(items, encoded, strict=True):
+        for item, result in zip(items, observations, strict=True):
             if result is None or not self._in_flight.awaits_environment(
                 item.trajectory, item.num_tokens, item.route_number
             ):
@@ -325,18 +328,18 @@ class TrajectoryServer:
             else:
                 entry = observation_entry(item, result, self._in_flight.attempt(item.trajectory), self._now())
                 if self._in_flight.apply(entry):
-                    accepted.append(entry)
+                    applied_entries.append(entry)
                 receipts.append(server_messages.ObservationReceipt(item.num_tokens + len(result.tokens)))
-        await self._async_spool.append(accepted)
+        await self._async_spool.append(applied_entries)
         return receipts
 
-    async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
+    async def restart(self, episodes: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
         """Restart trajectories whose environments have failed: drop all their tokens but the prompts. Returns the
-        trajectories that were restarted; those that have changed since the failure are not. failed: (trajectory, tokens
-        of its response, latest route number)."""
-        accepted: list[spool_entries.Entry] = []
+        trajectories that were restarted; those that have changed since the failure are not. episodes: (trajectory,
+        tokens of its response, latest route number)."""
+        applied_entries: list[spool_entries.Entry] = []
         restarted: list[bool] = []
-        for trajectory, tokens, route_number in failed:
+        for trajectory, tokens, route_number in episodes:
             entry = spool_entries.EpisodeRestarted(
                 trajectory=trajectory,
                 tokens=tokens,
@@ -347,27 +350,27 @@ class TrajectoryServer:
                 self._in_flight.awaits_environment(trajectory, tokens, route_number) and self._in_flight.apply(entry)
             )
             if restarted[-1]:
-                accepted.append(entry)
-        await self._async_spool.append(accepted)
+                applied_entries.append(entry)
+        await self._async_spool.append(applied_entries)
         return restarted
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[server_messages.ScoringItem]:
         """Return the responses to score of the trajectories that are still live."""
-        live = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
-        states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live]
-        by_group = await self._task_cache.records(t.group for t in live)
-        records = [by_group[t.group] for t in live]
-        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live))
+        live_trajectories = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
+        states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live_trajectories]
+        by_group = await self._task_cache.records(t.group for t in live_trajectories)
+        records = [by_group[t.group] for t in live_trajectories]
+        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live_trajectories))
         return [
             server_messages.ScoringItem(t.id, *state, text, record)
-            for t, state, text, record in zip(live, states, texts, records, strict=True)
+            for t, state, text, record in zip(live_trajectories, states, texts, records, strict=True)
         ]
 
     async def record_rewards(self, scored: list[server_messages.RewardItem]) -> list[ScoredResponse | None]:
         """Record the rewards of live trajectories whose tokens have not changed since they were scored. Returns the
         recorded reward of each, which is the first one, or None if there is none."""
         now = self._now()
-        accepted: list[spool_entries.Entry] = []
+        applied_entries: list[spool_entries.Entry] = []
         rewards: list[ScoredResponse | None] = []
         for item in scored:
             entry = spool_entries.RewardDelivered(
@@ -382,9 +385,9 @@ class TrajectoryServer:
             if self._in_flight.awaits_environment(
                 item.trajectory, item.num_tokens, item.route_number
             ) and self._in_flight.apply(entry):
-                accepted.append(entry)
+                applied_entries.append(entry)
             rewards.append(recorded_score(self._in_flight, item.trajectory))
-        await self._async_spool.append(accepted)
+        await self._async_spool.append(applied_entries)
         return rewards
 
     async def batch(
@@ -397,16 +400,16 @@ class TrajectoryServer:
             trajectories: group by group; empty for a step that is requested again, stored or not.
             versions: each trajectory's v_traj, as decided by the ledger.
         """
-        taken: list[spool_entries.Entry] = []
+        applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._in_flight.apply(entry)
-            taken.append(entry)
-        written = self._async_spool.append(taken)
+            applied_entries.append(entry)
+        spool_write = self._async_spool.append(applied_entries)
         message = await self._step_batches.message(step, start)
-        await written
+        await spool_write
         return message
 
     async def discard(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
@@ -425,8 +428,8 @@ class TrajectoryServer:
         started_s = time.monotonic()
         if record.kind == "refusal":
             record = replace(record, step=self._last_ledger.next_step, ledger=self._last_ledger)
-        if record.repeats(last := self._last_record):  # the caller did not get the reply and calls again
-            return {"commit_s": 0.0, **(last.metrics if last else {})}
+        if record.repeats(last_record := self._last_record):  # the caller did not get the reply and calls again
+            return {"commit_s": 0.0, **(last_record.metrics if last_record else {})}
         if record.kind == "refusal":
             await self._commit(record, [])
             return {"commit_s": time.monotonic() - started_s}

@@ -119,11 +119,11 @@ class SimulatedBatch:
     effect at the first boundary after it."""
 
     def __init__(
-        self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
+        self, cost: CostModel, *, kv_capacity: int, max_running: int, draft_settings: DraftSettings | None = None
     ) -> None:
         self._base_cost = cost
-        self._drafting = drafting or DraftSettings()
-        self._drafting_cost = cost.drafting(self._drafting.length, self._drafting.acceptance)
+        self._draft_settings = draft_settings or DraftSettings()
+        self._drafting_cost = cost.drafting(self._draft_settings.length, self._draft_settings.acceptance)
         self._drafts = DraftedTokens()  # of a request that has decoded since the start
         self._kv_capacity = kv_capacity
         self._max_running = max_running
@@ -132,7 +132,7 @@ class SimulatedBatch:
         self._steps = 0
         self._kv = 0  # KV tokens of decoding requests
         self._kv_in_tool = 0  # KV tokens of requests that wait for a tool
-        self._decoding: dict[int, SimulatedRequest] = {}
+        self._running: dict[int, SimulatedRequest] = {}
         self._waiting: deque[SimulatedRequest] = deque()
         self._in_tool: dict[int, SimulatedRequest] = {}
         # Cached KV tokens for later turns, by trajectory, least recently used first.
@@ -141,7 +141,7 @@ class SimulatedBatch:
         self._turn_ends: list[tuple[int, int, SimulatedRequest]] = []  # (step, schedule_number, request)
         self._tool_results: list[tuple[float, int, SimulatedRequest]] = []  # (seconds, schedule_number, request)
         self._num_scheduled = 0
-        self._finished: list[Finished] = []
+        self._outputs: list[Finished] = []
 
     # -- queries -------------------------------------------------------------------------------------------------
 
@@ -152,15 +152,15 @@ class SimulatedBatch:
 
     @property
     def _is_drafting(self) -> bool:
-        return bool(self._drafting.length) and len(self._decoding) <= self._drafting.max_running
+        return bool(self._draft_settings.length) and len(self._running) <= self._draft_settings.max_running
 
     @property
     def num_requests(self) -> int:
-        return len(self._decoding) + len(self._waiting) + len(self._in_tool)
+        return len(self._running) + len(self._waiting) + len(self._in_tool)
 
     @property
     def num_decoding(self) -> int:
-        return len(self._decoding)
+        return len(self._running)
 
     @property
     def kv_tokens(self) -> int:
@@ -174,21 +174,21 @@ class SimulatedBatch:
 
     def next_s(self) -> float:
         """Time of the next change of the batch, or of the earliest end that `advance` has not returned; inf: none."""
-        return min(self._next_change_s(), self._finished[0].at_s) if self._finished else self._next_change_s()
+        return min(self._next_change_s(), self._outputs[0].at_s) if self._outputs else self._next_change_s()
 
     def _next_change_s(self) -> float:
         steps = self._steps_to_turn_end()
-        change_s = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
+        change_s = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._running), self._kv, steps)
         while self._tool_results and not _still_valid(self._in_tool, self._tool_results[0]):
             heapq.heappop(self._tool_results)
         return min(change_s, max(self.clock, self._tool_results[0][0])) if self._tool_results else change_s
 
     def progress(self, now: float) -> tuple[tuple[int, int], ...]:
         """Return (trajectory, response tokens) of all requests at `now`."""
-        running = len(self._decoding)
+        running = len(self._running)
         num_steps = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
         steps = self._steps + num_steps
-        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.updated_step)) for d in self._decoding.values()]
+        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.updated_step)) for d in self._running.values()]
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
@@ -196,7 +196,7 @@ class SimulatedBatch:
         """Return the totals, including the steps that have ended by `now`."""
         work, steps = replace(self.work), self._steps_to_turn_end()
         if steps is not None and now > self.clock:
-            running = len(self._decoding)
+            running = len(self._running)
             steps = min(steps, int(self._cost.steps_within(running, self._kv, now - self.clock)))
             self._add_work(work, steps, self._cost.decode_s(running, self._kv, steps))
         return work
@@ -209,16 +209,16 @@ class SimulatedBatch:
             steps = self._steps_to_turn_end()
             stop_s = math.inf
             if steps is not None:
-                stop_s = self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
+                stop_s = self.clock + self._cost.decode_s(len(self._running), self._kv, steps)
             if steps is not None and stop_s <= change_s:
                 self._step(steps)
             else:
                 self._advance_to_boundary(change_s)
             self._process_boundary()
         # A command's step boundary may be later than the command. Requests that end there are returned at that time.
-        finished = [f for f in self._finished if f.at_s <= now]
-        self._finished = self._finished[len(finished) :]
-        return finished
+        finished_requests = [f for f in self._outputs if f.at_s <= now]
+        self._outputs = self._outputs[len(finished_requests) :]
+        return finished_requests
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class SimulatedBatch:
         """Remove a request and return it; None if there is no such request."""
         self._advance_to_boundary(now)
         self._process_boundary()
-        decoding = self._decoding.get(trajectory)
+        decoding = self._running.get(trajectory)
         if decoding is not None:
             self._remove_from_batch(decoding)
             self._process_boundary()
@@ -311,30 +311,30 @@ class SimulatedBatch:
 
     def _steps_to_turn_end(self) -> int | None:
         """Decode steps until a turn ends or the cache is full; None if nothing decodes."""
-        if not self._decoding:
+        if not self._running:
             return None
-        while not _still_valid(self._decoding, self._turn_ends[0]):
+        while not _still_valid(self._running, self._turn_ends[0]):
             heapq.heappop(self._turn_ends)
         steps = self._turn_ends[0][0] - self._steps
         free_tokens = self._kv_capacity - self._kv - self._kv_in_tool
-        if len(self._decoding) > 1:
-            steps = min(steps, max(0, free_tokens // len(self._decoding)))
+        if len(self._running) > 1:
+            steps = min(steps, max(0, free_tokens // len(self._running)))
         return steps
 
     def _advance_to_boundary(self, now: float) -> None:
         """Advance the clock to the first step boundary at or after `now`."""
         if now <= self.clock:
             return
-        if not self._decoding:
+        if not self._running:
             self.clock = now
             return
-        num_steps = self._cost.steps_within(len(self._decoding), self._kv, now - self.clock)
+        num_steps = self._cost.steps_within(len(self._running), self._kv, now - self.clock)
         steps = self._steps_to_turn_end()
         assert steps is not None
         self._step(min(steps, math.ceil(num_steps - 1e-9)))
 
     def _step(self, steps: int) -> None:
-        running = len(self._decoding)
+        running = len(self._running)
         seconds = self._cost.decode_s(running, self._kv, steps)
         self.clock += seconds
         self._steps += steps
@@ -342,29 +342,29 @@ class SimulatedBatch:
         self._evict_cached()
         self._add_work(self.work, steps, seconds)
         if self._is_drafting:
-            verify_steps = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
-            self._drafts += DraftedTokens(verify_steps * self._drafting.length, steps - verify_steps)
+            verify_steps = steps / tokens_per_step(self._draft_settings.length, self._draft_settings.acceptance)
+            self._drafts += DraftedTokens(verify_steps * self._draft_settings.length, steps - verify_steps)
 
     def _add_work(self, work: WorkTotals, steps: int, seconds: float) -> None:
         """Add `steps` steps of the current batch, which take `seconds`, to the totals."""
-        running = len(self._decoding)
+        running = len(self._running)
         work.decode_s += seconds
         work.tokens += steps * running
         if self._is_drafting:
-            verify_steps = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
+            verify_steps = steps / tokens_per_step(self._draft_settings.length, self._draft_settings.acceptance)
             work.drafts += running * verify_steps
-            work.drafted += running * verify_steps * self._drafting.length
+            work.drafted += running * verify_steps * self._draft_settings.length
             work.accepted += running * (steps - verify_steps)
 
     def _process_boundary(self) -> None:
         """Process a step boundary: end turns, preempt on overflow, append tool output, admit waiting requests."""
         while self._turn_ends and self._turn_ends[0][0] <= self._steps:
             stop = heapq.heappop(self._turn_ends)
-            if _still_valid(self._decoding, stop):
+            if _still_valid(self._running, stop):
                 self._remove_from_batch(stop[2])
                 self._end_turn(stop[2])
-        while len(self._decoding) > 1 and self._kv + self._kv_in_tool + len(self._decoding) > self._kv_capacity:
-            newest = self._decoding[next(reversed(self._decoding))]
+        while len(self._running) > 1 and self._kv + self._kv_in_tool + len(self._running) > self._kv_capacity:
+            newest = self._running[next(reversed(self._running))]
             self._remove_from_batch(newest)
             newest.prefill_tokens = newest.kv_tokens
             self._waiting.appendleft(newest)
@@ -382,9 +382,9 @@ class SimulatedBatch:
                 request.prefill_tokens = env_tokens
                 self.work.prefilled += env_tokens
                 self._waiting.appendleft(request)
-        while self._waiting and len(self._decoding) < self._max_running:
-            needed = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._decoding) + 1
-            if needed > self._kv_capacity and self._decoding:
+        while self._waiting and len(self._running) < self._max_running:
+            needed_tokens = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._running) + 1
+            if needed_tokens > self._kv_capacity and self._running:
                 break
             self._admit(self._waiting.popleft())
 
@@ -397,7 +397,7 @@ class SimulatedBatch:
         request.drafts_at_update = self._drafts
         self._kv += request.kv_tokens
         self._evict_cached()
-        self._decoding[request.trajectory] = request
+        self._running[request.trajectory] = request
         self._num_scheduled += 1
         request.schedule_number = self._num_scheduled
         heapq.heappush(self._turn_ends, (self._steps + request.remaining, self._num_scheduled, request))
@@ -408,40 +408,40 @@ class SimulatedBatch:
         self.work.prefill_s += seconds
         self.work.computed += tokens
 
-    def _remove_from_batch(self, decoding: SimulatedRequest) -> None:
+    def _remove_from_batch(self, request: SimulatedRequest) -> None:
         """Update a request's counts and remove it from the batch."""
-        gained = self._steps - decoding.updated_step
-        decoding.tokens += gained
-        decoding.remaining -= gained
-        decoding.kv_tokens += gained
-        decoding.updated_step = self._steps
-        decoding.drafts += self._drafts - decoding.drafts_at_update
-        decoding.drafts_at_update = self._drafts
-        self._kv -= decoding.kv_tokens
-        del self._decoding[decoding.trajectory]
+        new_tokens = self._steps - request.updated_step
+        request.tokens += new_tokens
+        request.remaining -= new_tokens
+        request.kv_tokens += new_tokens
+        request.updated_step = self._steps
+        request.drafts += self._drafts - request.drafts_at_update
+        request.drafts_at_update = self._drafts
+        self._kv -= request.kv_tokens
+        del self._running[request.trajectory]
 
-    def _end_turn(self, decoding: SimulatedRequest) -> None:
-        finished_turn = decoding.turns[decoding.turn]
-        decoding.turn += 1
-        if decoding.turn == len(decoding.turns):
-            self._finished.append(
+    def _end_turn(self, request: SimulatedRequest) -> None:
+        finished_turn = request.turns[request.turn]
+        request.turn += 1
+        if request.turn == len(request.turns):
+            self._outputs.append(
                 Finished(
-                    trajectory=decoding.trajectory,
-                    route_number=decoding.route_number,
-                    tokens=decoding.tokens,
+                    trajectory=request.trajectory,
+                    route_number=request.route_number,
+                    tokens=request.tokens,
                     at_s=self.clock,
-                    drafts=decoding.drafts,
+                    drafts=request.drafts,
                 )
             )
-            self._cached_for_turns[decoding.trajectory] = decoding.kv_tokens
-            self._kv_cached += decoding.kv_tokens
+            self._cached_for_turns[request.trajectory] = request.kv_tokens
+            self._kv_cached += request.kv_tokens
             return
-        decoding.remaining = decoding.turns[decoding.turn].tokens
-        self._in_tool[decoding.trajectory] = decoding
-        self._kv_in_tool += decoding.kv_tokens
+        request.remaining = request.turns[request.turn].tokens
+        self._in_tool[request.trajectory] = request
+        self._kv_in_tool += request.kv_tokens
         self._num_scheduled += 1
-        decoding.schedule_number = self._num_scheduled
-        heapq.heappush(self._tool_results, (self.clock + finished_turn.tool_s, self._num_scheduled, decoding))
+        request.schedule_number = self._num_scheduled
+        heapq.heappush(self._tool_results, (self.clock + finished_turn.tool_s, self._num_scheduled, request))
 
     def _evict_cached(self) -> None:
         """Evict cached contexts of later turns until running requests have enough memory."""
@@ -455,7 +455,7 @@ class SimulatedBatch:
         return tokens
 
 
-def _still_valid(requests: dict[int, SimulatedRequest], scheduled: tuple[float, int, SimulatedRequest]) -> bool:
+def _still_valid(requests: dict[int, SimulatedRequest], event: tuple[float, int, SimulatedRequest]) -> bool:
     """Whether a scheduled event is still valid, that is, whether its request has been in `requests` ever since."""
-    request = scheduled[2]
-    return requests.get(request.trajectory) is request and request.schedule_number == scheduled[1]
+    request = event[2]
+    return requests.get(request.trajectory) is request and request.schedule_number == event[1]

@@ -33,12 +33,12 @@ def tokens_per_step(length: int, acceptance: float) -> float:
     return float(sum(acceptance**k for k in range(length + 1)))
 
 
-def probability_at(rising: Callable[[float], float], value: float) -> float:
+def probability_at(function: Callable[[float], float], value: float) -> float:
     """Return the probability at which an increasing function has a value; 0 or 1 if the value is out of its range."""
     low, high = 0.0, 1.0
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < value else (low, middle)
+        low, high = (middle, high) if function(middle) < value else (low, middle)
     return high if high == 1.0 else low
 
 

@@ -68,15 +68,16 @@ class EmulatedEpisodes:
             truncated: Whether the turn was truncated, which ends the episode.
         """
         turns = self._workload.turns(group, member)
-        last = truncated or turn >= len(turns) - 1
-        seconds, tokens = (0.0, 0) if last else (self._seconds(group, member, attempt, turn), turns[turn].tool_tokens)
+        is_last = truncated or turn >= len(turns) - 1
+        seconds = 0.0 if is_last else self._seconds(group, member, attempt, turn)
+        tokens = 0 if is_last else turns[turn].tool_tokens
         fails, hangs = (False, False) if truncated else self._faults.draw(group, member, attempt, turn)
         if hangs:
             return EmulatedStepResult(seconds=math.inf, tokens=0, ended=False)
         if fails:
             return EmulatedStepResult(seconds=seconds, tokens=0, ended=False, error="drawn at random")
-        reward = self._workload.reward(group, member) if last else 0.0
-        return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=last, reward=reward)
+        reward = self._workload.reward(group, member) if is_last else 0.0
+        return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=is_last, reward=reward)
 
     def _seconds(self, group: int, member: int, attempt: int, turn: int) -> float:
         """Return the seconds of a tool call. A restarted episode gets those of another group. With the same ones, a

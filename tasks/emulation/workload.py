@@ -160,9 +160,9 @@ class RandomWorkload:
         turn_tokens = np.diff(np.concatenate([[0], ends, [total]]))
         tool_s = self._latencies(rng.standard_normal(count))
         tool_s[0] += s.reset_s
-        last = count - 1
+        last_index = count - 1
         return tuple(
-            Turn(int(n), 0.0 if i == last else float(t), 0 if i == last else s.tool_tokens)
+            Turn(int(n), 0.0 if i == last_index else float(t), 0 if i == last_index else s.tool_tokens)
             for i, (n, t) in enumerate(zip(turn_tokens, tool_s, strict=True))
         )
 
@@ -213,6 +213,6 @@ def _normal_cdf(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """P(Z <= z), to 1e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17)."""
     t = 1 / (1 + 0.2316419 * np.abs(z))
     poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
-    upper = np.exp(-z * z / 2) / np.sqrt(2 * np.pi) * poly
-    result: npt.NDArray[np.float64] = np.where(z >= 0, 1 - upper, upper)
+    upper_tail = np.exp(-z * z / 2) / np.sqrt(2 * np.pi) * poly
+    result: npt.NDArray[np.float64] = np.where(z >= 0, 1 - upper_tail, upper_tail)
     return result

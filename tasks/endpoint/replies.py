@@ -33,13 +33,13 @@ def build_reply(id: str, index: int, created_s: int, turn: SampledTurn, request:
     """Build the reply to a request: the turn's text up to a stop string, and its tool calls if the request defines
     tools."""
     content, calls = turn.text, tuple[FunctionCall, ...]()
-    if (stop := find_stop(content, request.stop.strings)) is not None:
-        content = content[: stop[1] if request.include_stop else stop[0]]
+    if (stop_range := find_stop(content, request.stop.strings)) is not None:
+        content = content[: stop_range[1] if request.include_stop else stop_range[0]]
     if request.with_tool_calls:
         content, calls = parse_tool_calls(content)
     message = ChatMessage(role="assistant", content=content, calls=calls)
-    finish = "length" if turn.truncated else "tool_calls" if calls else "stop"
-    return TurnReply(id=id, index=index, created_s=created_s, turn=turn, message=message, finish_reason=finish)
+    finish_reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
+    return TurnReply(id=id, index=index, created_s=created_s, turn=turn, message=message, finish_reason=finish_reason)
 
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -53,9 +53,9 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
     ('Now.', (FunctionCall(name='add', arguments='{"a": 1}'),))
     """
     calls = []
-    for body in _TOOL_CALL.findall(text):
+    for call_text in _TOOL_CALL.findall(text):
         try:
-            call = json.loads(body)
+            call = json.loads(call_text)
         except (ValueError, RecursionError):
             return text, ()
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -88,7 +88,7 @@ def completion_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
         "finish_reason": reply.finish_reason,
         "logprobs": {"content": _logprobs(turn)} if request.with_logprobs or request.with_token_ids else None,
     }
-    reply_body = _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    reply_body = _common_fields(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
     if request.with_token_ids:
         choice["token_ids"] = list(turn.tokens)
         reply_body["prompt_token_ids"] = list(turn.prompt_tokens)
@@ -104,18 +104,18 @@ def generate_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
         "logprobs": {"content": _logprobs(turn)},
         "finish_reason": reply.finish_reason,
     }
-    head = {"request_id": reply.id} | _head(request, reply, "generate")
-    return head | {"prompt_token_ids": list(turn.prompt_tokens), "choices": [choice], "usage": _usage(turn)}
+    common_fields = {"request_id": reply.id} | _common_fields(request, reply, "generate")
+    return common_fields | {"prompt_token_ids": list(turn.prompt_tokens), "choices": [choice], "usage": _usage(turn)}
 
 
 def stream_events(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
     """Yield a reply to a request to /v1/chat/completions as server-sent events."""
-    head = _head(request, reply, "chat.completion.chunk")
+    common_fields = _common_fields(request, reply, "chat.completion.chunk")
     turn = reply.turn
 
-    def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return _server_sent_event({**head, "choices": [choice]})
+    def event(delta: dict[str, Any], finish_reason: str | None = None, **fields: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, **fields}
+        return _server_sent_event({**common_fields, "choices": [choice]})
 
     yield event({"role": "assistant", "content": ""})
     content = reply.message.content
@@ -123,15 +123,15 @@ def stream_events(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
         yield event({"content": content[start : start + CHUNK_CHARS]})
     for index, call in enumerate(_calls(reply).get("tool_calls", ())):
         yield event({"tool_calls": [{"index": index, **call}]})
-    more: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if request.with_logprobs or request.with_token_ids:
-        more["logprobs"] = {"content": _logprobs(turn)}
+        fields["logprobs"] = {"content": _logprobs(turn)}
     if request.with_token_ids:
-        more["token_ids"] = list(turn.tokens)
-        head["prompt_token_ids"] = list(turn.prompt_tokens)
-    yield event({}, reply.finish_reason, **more)
+        fields["token_ids"] = list(turn.tokens)
+        common_fields["prompt_token_ids"] = list(turn.prompt_tokens)
+    yield event({}, reply.finish_reason, **fields)
     if request.with_usage:
-        yield _server_sent_event({**head, "choices": [], "usage": _usage(turn)})
+        yield _server_sent_event({**common_fields, "choices": [], "usage": _usage(turn)})
     yield "data: [DONE]\n\n"
 
 
@@ -141,9 +141,14 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error_type, "param": None, "code": error.code}}
 
 
-def _head(request: ChatRequest, reply: TurnReply, object_type: str) -> dict[str, Any]:
-    head: dict[str, Any] = {"id": reply.id, "object": object_type, "created": reply.created_s, "model": request.model}
-    return head | ({"overridden": dict(request.overridden)} if request.overridden else {})
+def _common_fields(request: ChatRequest, reply: TurnReply, object_type: str) -> dict[str, Any]:
+    common_fields: dict[str, Any] = {
+        "id": reply.id,
+        "object": object_type,
+        "created": reply.created_s,
+        "model": request.model,
+    }
+    return common_fields | ({"overridden": dict(request.overridden)} if request.overridden else {})
 
 
 def _content(reply: TurnReply) -> str | None:
@@ -170,8 +175,12 @@ def _logprobs(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _usage(turn: SampledTurn) -> dict[str, int]:
-    prompt, sampled = len(turn.prompt_tokens), len(turn.tokens)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    prompt_tokens, sampled_tokens = len(turn.prompt_tokens), len(turn.tokens)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": sampled_tokens,
+        "total_tokens": prompt_tokens + sampled_tokens,
+    }
 
 
 def _server_sent_event(value: dict[str, Any]) -> str:

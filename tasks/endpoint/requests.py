@@ -167,12 +167,12 @@ def to_model_message(message: ChatMessage) -> Message:
 def parse_json(body: bytes) -> Mapping[str, Any]:
     """Parse the body of a request as a JSON object. Raises RequestError."""
     try:
-        parsed = json.loads(body)
+        value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {_shorten(str(error))}") from error
-    if not isinstance(parsed, dict):
-        raise RequestError(400, f"the body must be a JSON object, not {_shorten(parsed)}")
-    return parsed
+    if not isinstance(value, dict):
+        raise RequestError(400, f"the body must be a JSON object, not {_shorten(value)}")
+    return value
 
 
 def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
@@ -198,13 +198,13 @@ def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: Samplin
     auxiliary = _pop_bool(unread_fields, AUXILIARY)
     max_tokens = _pop_max_tokens(unread_fields, ("max_completion_tokens", "max_tokens"))
     stop, include_stop = _pop_stop(unread_fields), _pop_bool(unread_fields, "include_stop_str_in_output")
-    requested_temperature, overridden = _pop_sampling(unread_fields, temperature, sampling)
+    number, overridden = _pop_sampling(unread_fields, temperature, sampling)
     _refuse_unknown(unread_fields)
     return ChatRequest(
         model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=include_stop,
         with_tool_calls=tool_choice != "none" and bool(tools), stream=stream,
         with_usage=bool(stream_options.get("include_usage")), with_logprobs=with_logprobs,
-        with_token_ids=with_token_ids, auxiliary=auxiliary, overridden=overridden, temperature=requested_temperature,
+        with_token_ids=with_token_ids, auxiliary=auxiliary, overridden=overridden, temperature=number,
     )  # fmt: skip
 
 
@@ -231,11 +231,11 @@ def parse_generate(body: Mapping[str, Any], *, temperature: float, sampling: Sam
         if unread_params.pop(name, None) is not None and name == "allowed_token_ids":
             raise RequestError(400, "sampling_params.allowed_token_ids: the policy may sample every token")
     max_tokens, stop = _pop_max_tokens(unread_params, ("max_tokens",)), _pop_stop(unread_params, "sampling_params.")
-    requested_temperature, overridden = _pop_sampling(unread_params, temperature, sampling)
+    number, overridden = _pop_sampling(unread_params, temperature, sampling)
     _refuse_unknown(unread_params, "sampling_params.")
     return ChatRequest(
         model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_token_ids=True,
-        overridden=overridden, with_tool_calls=False, auxiliary=auxiliary, temperature=requested_temperature,
+        overridden=overridden, with_tool_calls=False, auxiliary=auxiliary, temperature=number,
     )  # fmt: skip
 
 
@@ -361,17 +361,18 @@ def _pop_sampling(
     n = unread_fields.pop("n", None)
     if n is not None and (not _is_int(n) or n != 1):
         raise RequestError(400, f"n = {_shorten(n)}: a turn is sampled once; use n = 1")
-    requested = unread_fields.pop("temperature", None)
-    if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
-        raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_shorten(requested)}")
+    number = unread_fields.pop("temperature", None)
+    if number is not None and (not _is_number(number) or not 0 <= number <= MAX_TEMPERATURE):
+        raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_shorten(number)}")
     overridden: dict[str, Any] = {}
-    if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
+    if number is not None and float(number) != temperature and rule is not SamplingRule.OBEY:
         overridden["temperature"] = temperature
-    greedy = rule is SamplingRule.OBEY and requested == 0
+    greedy = rule is SamplingRule.OBEY and number == 0
     for name, neutral in NEUTRAL_VALUES.items():
         value = unread_fields.pop(name, None)
         if value is None or any(
-            value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
+            value == neutral_value and isinstance(value, bool) == isinstance(neutral_value, bool)
+            for neutral_value in neutral
         ):
             continue
         if not (_is_number(value) or isinstance(value, (dict, list, bool))):
@@ -393,8 +394,8 @@ def _pop_sampling(
             'would not be the policy\'s; leave them out, or set endpoint.sampling = "override"',
             "sampling_refused",
         )
-    obeyed = rule is SamplingRule.OBEY and requested is not None
-    return (float(requested) if obeyed else None), overridden
+    is_obeyed = rule is SamplingRule.OBEY and number is not None
+    return (float(number) if is_obeyed else None), overridden
 
 
 def _format_parameters(overridden: Mapping[str, Any]) -> str:

@@ -74,13 +74,13 @@ class SessionLookup(Protocol):
 
 
 class EndpointServer:
-    """An HTTP endpoint, open between `start` and `stop`. Use from one event loop. served: a policy that is served
-    without sessions."""
+    """An HTTP endpoint, open between `start` and `stop`. Use from one event loop. served_policy: a policy that is
+    served without sessions."""
 
-    def __init__(self, settings: EndpointSettings, served: SessionLookup | None = None) -> None:
+    def __init__(self, settings: EndpointSettings, served_policy: SessionLookup | None = None) -> None:
         self._settings = settings
-        self._served = served
-        self._sampling = SamplingRule(settings.config.sampling) if served is None else SamplingRule.OBEY
+        self._served_policy = served_policy
+        self._sampling_rule = SamplingRule(settings.config.sampling) if served_policy is None else SamplingRule.OBEY
         self._metrics = EndpointMetrics()
         self.sessions = Sessions(branches=settings.config.changed_past == "branch")
         self._num_in_flight = 0
@@ -98,7 +98,7 @@ class EndpointServer:
 
     @property
     def _lookup(self) -> SessionLookup:
-        return self.sessions if self._served is None else self._served
+        return self.sessions if self._served_policy is None else self._served_policy
 
     async def start(self) -> None:
         """Start listening; does nothing if the endpoint listens already. Raises ConfigError if the address cannot be
@@ -107,7 +107,7 @@ class EndpointServer:
             if self._serve_task is not None and not self._serve_task.done():
                 return
             config = self._settings.config
-            listening = listening_socket(config.host, config.port)
+            sock = listening_socket(config.host, config.port)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
                 server = QuietServer(
@@ -119,11 +119,11 @@ class EndpointServer:
                 )  # fmt: skip
                 server.config.load()
             except (OSError, ValueError) as error:  # of the certificate
-                listening.close()
+                sock.close()
                 raise ConfigError(f"endpoint.tls_cert = {config.tls_cert!r}: cannot be used: {error}") from error
             self._server = server
-            self._serve_task = asyncio.ensure_future(server.serve(sockets=[listening]))
-            host, port = listening.getsockname()[:2]
+            self._serve_task = asyncio.ensure_future(server.serve(sockets=[sock]))
+            host, port = sock.getsockname()[:2]
             url_host = f"[{host}]" if ":" in host else host
             self._address = f"{'https' if tls else 'http'}://{url_host}:{port}"
             if self._settings.predecessor_s:
@@ -189,21 +189,21 @@ class EndpointServer:
     def _turn_handler(self, parse: RequestParser, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
         async def handle(request: Request) -> Response:
             # A session's turn always gets a slot; requests to a served policy are refused beyond the limit.
-            with self._request_slot(unlimited=self._served is None):
+            with self._request_slot(unlimited=self._served_policy is None):
                 session = self._find_session(request)
                 with _PendingBytes(session, self._settings.config.max_session_kib) as pending:
                     async with self._read_slots:
                         body = await self._read_body(request, pending)
                         fields = parse_json(body)
-                        parsed = parse(fields, temperature=self._settings.temperature, sampling=self._sampling)
+                        chat = parse(fields, temperature=self._settings.temperature, sampling=self._sampling_rule)
                     auxiliary = request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true")
-                    parsed = replace(parsed, num_bytes=len(body), auxiliary=parsed.auxiliary or auxiliary)
+                    chat = replace(chat, num_bytes=len(body), auxiliary=chat.auxiliary or auxiliary)
                     del body
-                    self._check_ids(parsed)
+                    self._check_ids(chat)
                     started_s = time.monotonic()
-                    reply = await _unless_disconnected(request, session.request_turn(parsed))
+                    reply = await _unless_disconnected(request, session.request_turn(chat))
                 self._metrics.observe_turn(time.monotonic() - started_s, len(reply.turn.tokens))
-                return to_response(parsed, reply)
+                return to_response(chat, reply)
 
         return handle
 
@@ -230,12 +230,12 @@ class EndpointServer:
         """Read a request's body, up to the limits of size and time. Raises RequestError."""
         config = self._settings.config
         max_bytes = config.max_body_kib * 1024
-        too_long = RequestError(
+        too_long_error = RequestError(
             413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long"
         )
         length = int(request.headers.get("content-length") or 0)
         if length > max_bytes:
-            raise too_long
+            raise too_long_error
         pending.check(length)
         body = bytearray()
         try:
@@ -244,7 +244,7 @@ class EndpointServer:
                     pending.add(len(chunk))
                     body += chunk
                     if len(body) > max_bytes:
-                        raise too_long
+                        raise too_long_error
         except TimeoutError as error:
             raise RequestError(
                 408, f"the body took longer than endpoint.body_s = {config.body_s:g} s", "too_slow"
@@ -340,19 +340,19 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
+async def _unless_disconnected(request: Request, turn_request: Coroutine[Any, Any, TurnReply]) -> TurnReply:
     """Wait for a turn; raise RequestError as soon as the client disconnects. The turn itself continues, and a repeated
     request gets it."""
-    turn, disconnected = asyncio.ensure_future(answer), asyncio.ensure_future(_wait_for_disconnect(request))
+    turn, disconnect = asyncio.ensure_future(turn_request), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({turn, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({turn, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not turn.done():
             raise RequestError(CLIENT_CLOSED, "the client closed the connection", "client_gone")
         return turn.result()
     finally:
-        for task in (turn, disconnected):
+        for task in (turn, disconnect):
             task.cancel()
-        await asyncio.wait({turn, disconnected})
+        await asyncio.wait({turn, disconnect})
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -131,12 +131,12 @@ class AgentSession:
         while self._queue and (self._latest_request is None or self._latest_request.reply.done()):
             pending = self._queue.popleft()
             try:
-                new = self._new_messages(pending.request)
+                new_messages = self._new_messages(pending.request)
             except RequestError as refusal:
                 pending.reply.set_exception(refusal)
                 continue
             self._latest_request = pending
-            self._next_messages.set_result(new)
+            self._next_messages.set_result(new_messages)
 
     def _new_messages(self, request: ChatRequest) -> tuple[Message, ...]:
         """Return the messages that a request adds to the conversation; the first one has the turn's parameters. Raises
@@ -182,16 +182,16 @@ class AgentSession:
             return "this session began with token_ids"
         if request.tools != main_turn.tools:
             return "tools differ from those of earlier requests"
-        for index, (earlier, current) in enumerate(zip(main_turn.messages, request.messages, strict=False)):
-            if earlier.canonical != current.canonical:
+        for index, (previous_message, current) in enumerate(zip(main_turn.messages, request.messages, strict=False)):
+            if previous_message.canonical != current.canonical:
                 return f"messages[{index}], of role {current.role}, differs from the earlier request"
-        new = request.messages[len(main_turn.messages) :]
-        if not new:
+        new_messages = request.messages[len(main_turn.messages) :]
+        if not new_messages:
             num_known, num_sent = len(main_turn.messages), len(request.messages)
             return (
                 f"{num_sent} messages, where {num_known} are in the conversation already and at least one must follow"
             )
-        for index, message in enumerate(new, len(main_turn.messages)):
+        for index, message in enumerate(new_messages, len(main_turn.messages)):
             if message.role == "assistant":
                 return f"messages[{index}] is the assistant's, and was not sampled in this session"
         return ""
@@ -205,8 +205,9 @@ class AgentSession:
         canonical = [message.canonical for message in request.messages]
         best = (0, 0)
         for index, turn in enumerate(self._turns, 1):
-            new = request.messages[len(turn.messages) :]
-            if not turn.messages or not new or turn.tools != request.tools or any(m.role == "assistant" for m in new):
+            new_messages = request.messages[len(turn.messages) :]
+            has_answer = any(message.role == "assistant" for message in new_messages)
+            if not turn.messages or not new_messages or turn.tools != request.tools or has_answer:
                 continue
             if canonical[: len(turn.messages)] == [message.canonical for message in turn.messages]:
                 best = max(best, (len(turn.messages), index))

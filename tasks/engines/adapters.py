@@ -112,7 +112,7 @@ def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple
             )
 
 
-def unused_versions(served: Iterable[V], newest: V, count: int, running_versions: Iterable[V]) -> list[V]:
+def unused_versions(served_versions: Iterable[V], newest: V, count: int, running_versions: Iterable[V]) -> list[V]:
     """Served versions that can be dropped: those that are not among the latest `count` up to `newest` and that no
     request runs under.
 
@@ -120,17 +120,17 @@ def unused_versions(served: Iterable[V], newest: V, count: int, running_versions
     [4]
     """
     versions_in_use = set(running_versions)
-    return [version for version in served if version <= newest - count and version not in versions_in_use]
+    return [version for version in served_versions if version <= newest - count and version not in versions_in_use]
 
 
-def version_for(served: Iterable[V], min_version: V | None) -> V:
+def version_for(served_versions: Iterable[V], min_version: V | None) -> V:
     """Choose the version a request is sampled under: the oldest served one that is at least `min_version`, or else the
     newest.
 
     >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
     (5, 6)
     """
-    versions = list(served)
+    versions = list(served_versions)
     newest = max(versions)
     return (
         newest

@@ -70,8 +70,8 @@ def weights(version: int) -> dict[str, weight_hash.Array]:
 def emulated_ids(key: int, start: int, count: int) -> IntArray:
     """[count] token ids at positions start, start + 1, ... of the response that `key` identifies."""
     positions = np.arange(start, start + count, dtype=np.uint64)
-    mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
-    return (mixed % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
+    hashes = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
+    return (hashes % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
 
 
 def word_logprobs(tokens: IntArray) -> FloatArray:
@@ -119,7 +119,7 @@ class EmulatedEngine:
         self._weights = weights(self._version)
         self._batch = self._new_batch()
         self._running: dict[TrajectoryId, _RunningRequest] = {}
-        self._ended: list[SampledTokens | FailedRequest] = []
+        self._outputs: list[SampledTokens | FailedRequest] = []
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
         """Cached contexts of trajectories between turns: the version that computed a context, and its tokens."""
         self._condition = threading.Condition()
@@ -145,8 +145,8 @@ class EmulatedEngine:
                 if previous is not None:
                     self._batch.remove(now, request.trajectory)
                 version = adapters.version_for(self._served_versions, request.version)
-                context_version, cached = self._contexts.pop(request.trajectory, (version, ()))
-                if context_version != version or request.tokens[: len(cached)] != cached:
+                context_version, cached_tokens = self._contexts.pop(request.trajectory, (version, ()))
+                if context_version != version or request.tokens[: len(cached_tokens)] != cached_tokens:
                     self._batch.release_cache(request.trajectory)
                 prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
                 running = self._plan_response(request)
@@ -159,16 +159,18 @@ class EmulatedEngine:
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         with self._condition:
             now = self._begin_call()
-            stopped = []
+            outputs = []
             for trajectory in trajectories:
-                removed = self._batch.remove(now, trajectory)
-                if removed is not None:
+                removed_request = self._batch.remove(now, trajectory)
+                if removed_request is not None:
                     running = self._running.pop(trajectory)
-                    unfinished = FinishReason.UNFINISHED
-                    stopped.append(self._sampled_tokens(running, removed.tokens, unfinished, removed.drafts))
+                    finish_reason = FinishReason.UNFINISHED
+                    outputs.append(
+                        self._sampled_tokens(running, removed_request.tokens, finish_reason, removed_request.drafts)
+                    )
             self._collect_ended()  # others may have ended at the same step boundary
             self._condition.notify_all()
-            return stopped
+            return outputs
 
     def peek(self) -> list[SampledTokens]:
         with self._condition:
@@ -181,18 +183,18 @@ class EmulatedEngine:
             self.interrupt(trajectories)
             for trajectory in trajectories:
                 self._forget(trajectory)
-            aborted = set(trajectories)
-            self._ended = [e for e in self._ended if e.trajectory not in aborted]
+            aborted_trajectories = set(trajectories)
+            self._outputs = [e for e in self._outputs if e.trajectory not in aborted_trajectories]
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         started_s = self._clock.now()
-        loaded = weight_folder.read_arrays(weights)
-        weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(loaded), weights)
-        self._weights = loaded
+        new_weights = weight_folder.read_arrays(weights)
+        weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(new_weights), weights)
+        self._weights = new_weights
         settings = self._settings
         if settings.adapters:
             self._load_adapter(version)
-            return self._load_result(version, loaded, started_s, stalled_s=0.0)
+            return self._load_result(version, new_weights, started_s, stalled_s=0.0)
         with self._condition:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep)
             self._collect_ended()
@@ -202,7 +204,7 @@ class EmulatedEngine:
             self._version, self._served_versions, self._asleep = version, [version], False
             self._condition.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._start_s)))
-        return self._load_result(version, loaded, started_s, stalled_s=self._clock.now() - started_s)
+        return self._load_result(version, new_weights, started_s, stalled_s=self._clock.now() - started_s)
 
     def sleep(self) -> None:
         with self._condition:
@@ -217,10 +219,10 @@ class EmulatedEngine:
 
     def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         with self._condition:
-            self._condition.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
+            self._condition.wait_for(lambda: self._outputs or self._failure or self._stopping, timeout_s)
             self._check()
-            ended, self._ended = self._ended, []
-            return ended
+            outputs, self._outputs = self._outputs, []
+            return outputs
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         with self._condition:
@@ -260,7 +262,7 @@ class EmulatedEngine:
             self._instance, self._version = instance, PolicyVersion(0)
             self._served_versions = [self._version]
             self._batch = self._new_batch()
-            self._running, self._ended, self._contexts = {}, [], {}
+            self._running, self._outputs, self._contexts = {}, [], {}
             self._start_s = self._clock.now()
             self._condition.notify_all()
 
@@ -278,7 +280,7 @@ class EmulatedEngine:
             settings.cost,
             kv_capacity=settings.kv_tokens,
             max_running=settings.max_running,
-            drafting=settings.drafting,
+            draft_settings=settings.drafting,
         )
 
     def _load_adapter(self, version: PolicyVersion) -> None:
@@ -287,10 +289,10 @@ class EmulatedEngine:
         with self._condition:
             self._check()
             self._version = version
-            served = sorted({*self._served_versions, version})
+            served_versions = sorted({*self._served_versions, version})
             running = [version for request in self._running.values() for version, _ in request.version_starts[-1:]]
-            dropped = adapters.unused_versions(served, version, self._settings.adapters, running)
-            self._served_versions = [candidate for candidate in served if candidate not in dropped]
+            dropped_versions = adapters.unused_versions(served_versions, version, self._settings.adapters, running)
+            self._served_versions = [candidate for candidate in served_versions if candidate not in dropped_versions]
 
     def _run(self) -> None:
         try:
@@ -324,18 +326,18 @@ class EmulatedEngine:
         """Collect the requests that ended at a command's step boundary."""
         self._finish(self._batch.advance(self._batch.clock))
 
-    def _finish(self, finished: Sequence[Finished]) -> None:
-        for request in finished:
+    def _finish(self, finished_requests: Sequence[Finished]) -> None:
+        for request in finished_requests:
             running = self._running.pop(TrajectoryId(request.trajectory))
             reason = FinishReason.STOP if running.ends_with_eos else FinishReason.LENGTH
             sampled = self._sampled_tokens(running, request.tokens, reason, request.drafts)
-            self._ended.append(sampled)
+            self._outputs.append(sampled)
             if running.request.keep_kv:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)
                 self._contexts[sampled.trajectory] = running.version_starts[-1][0], (*running.request.tokens, *ids)
             else:
                 self._forget(sampled.trajectory)
-        if finished:
+        if finished_requests:
             self._condition.notify_all()
 
     def _forget(self, trajectory: TrajectoryId) -> None:
@@ -360,10 +362,10 @@ class EmulatedEngine:
         key = sum(request.prompt_tokens) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
         turns = workload.turns(group, member)
-        planned = sum(turn.tokens + turn.tool_tokens for turn in turns)
+        planned_tokens = sum(turn.tokens + turn.tool_tokens for turn in turns)
         length = request.num_prior + remaining_tokens(turns, request.num_prior)
-        if planned <= request.num_prior:  # already longer than planned: it continues for as long again
-            length = planned + request.num_prior
+        if planned_tokens <= request.num_prior:  # already longer than planned: it continues for as long again
+            length = planned_tokens + request.num_prior
         max_length = request.num_prior + request.max_new_tokens
         return _RunningRequest(
             request=request,

@@ -97,8 +97,8 @@ def take_over(run_folder: str, settings: EngineSettings, instance: InstanceId) -
             if engine is None and (orphan.run_folder, orphan.settings) == (run_folder, _digest(settings)):
                 try:
                     orphan.engine.reset(instance)
-                except ActorLost as lost:
-                    logger.warning("an engine without an actor has failed: %s", lost)
+                except ActorLost as error:
+                    logger.warning("an engine without an actor has failed: %s", error)
                 else:
                     engine = orphan.engine
                     continue

@@ -40,7 +40,7 @@ class EngineThread(ABC):
         self._condition = threading.Condition()
         """The lock. It is notified of calls, events and the thread's end."""
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ended: list[SampledTokens | FailedRequest] = []
+        self._outputs: list[SampledTokens | FailedRequest] = []
         self._error: BaseException | None = None
         self._is_asleep = False
         self._is_closing = False
@@ -55,8 +55,8 @@ class EngineThread(ABC):
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
-        stopped = self._call(lambda: self._stop(trajectories)).result()
-        return [running.sampled_tokens(FinishReason.UNFINISHED) for running in stopped]
+        requests = self._call(lambda: self._stop(trajectories)).result()
+        return [running.sampled_tokens(FinishReason.UNFINISHED) for running in requests]
 
     def peek(self) -> list[SampledTokens]:
         with self._condition:
@@ -71,10 +71,10 @@ class EngineThread(ABC):
 
     def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         with self._condition:
-            self._condition.wait_for(lambda: self._ended or self._error, timeout_s)
+            self._condition.wait_for(lambda: self._outputs or self._error, timeout_s)
             self._check()
-            ended, self._ended = self._ended, []
-            return ended
+            outputs, self._outputs = self._outputs, []
+            return outputs
 
     def load_statistics(self) -> EngineLoad:
         with self._condition:
@@ -110,7 +110,7 @@ class EngineThread(ABC):
         """Start computing a request. An error means that the request has failed."""
 
     @abstractmethod
-    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
+    def _remove(self, requests: Sequence[RunningRequest]) -> None:
         """Stop computing requests. The caller holds the lock."""
 
     @abstractmethod
@@ -143,8 +143,8 @@ class EngineThread(ABC):
         try:
             while self._run_calls():
                 self._step()
-        except BaseException as raised:  # noqa: BLE001  the instance is lost; later calls raise this error
-            error = raised
+        except BaseException as exception:  # noqa: BLE001  the instance is lost; later calls raise this error
+            error = exception
         with self._condition:
             self._error = error
             for future in (*(answer for _, answer in self._calls), *self._pending_futures()):
@@ -199,21 +199,21 @@ class EngineThread(ABC):
 
     def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
         """Stop requests and return them; unknown ones are ignored."""
-        stopped = [
+        requests = [
             running
             for trajectory in trajectories
             if (running := self._requests.get_by_trajectory(trajectory)) is not None
         ]
         with self._condition:
-            self._remove(stopped)
-            for running in stopped:
+            self._remove(requests)
+            for running in requests:
                 self._leave(running)
-        return stopped
+        return requests
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
         self._stop(trajectories)
         with self._condition:
-            self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
+            self._outputs = [output for output in self._outputs if output.trajectory not in trajectories]
 
     def _fall_asleep(self) -> None:
         if len(self._requests):
@@ -225,7 +225,7 @@ class EngineThread(ABC):
     def _reset(self, instance: InstanceId) -> None:
         self._stop([running.request.trajectory for running in self._requests])
         with self._condition:
-            self._instance, self._ended = instance, []
+            self._instance, self._outputs = instance, []
             self._requests.reset(instance)
             self._forget_all()
 
@@ -256,7 +256,7 @@ class EngineThread(ABC):
     def _end(self, event: SampledTokens | FailedRequest) -> None:
         """Return a request that has ended, by `events`."""
         with self._condition:
-            self._ended.append(event)
+            self._outputs.append(event)
             self._condition.notify_all()
 
     def _fail(self, request: Request, error: str) -> None:

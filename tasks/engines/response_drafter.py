@@ -269,9 +269,9 @@ class Drafter:
         if request is None:
             return
         index = self._ensure_index(request)
-        for (predicted, kind), token in zip(request.predictions, tokens, strict=False):
-            self._acceptance.add(kind, sampled=predicted == token)
-            if predicted != token:
+        for (predicted_token, kind), token in zip(request.predictions, tokens, strict=False):
+            self._acceptance.add(kind, sampled=predicted_token == token)
+            if predicted_token != token:
                 break
         request.predictions = []
         index.extend(request.text, tokens)
@@ -288,9 +288,9 @@ class Drafter:
         count, likelihood = 0, 1.0
         while matches and len(predictions) < self._max_length:
             votes = Counter(text.tokens[position] for text, position in matches)
-            token, agreeing = votes.most_common(1)[0]
+            token, num_votes = votes.most_common(1)[0]
             length = min(match_length + len(predictions), MAX_MATCH_LENGTH)
-            kind = (length.bit_length(), _agreement(agreeing, len(matches)))
+            kind = (length.bit_length(), _agreement(num_votes, len(matches)))
             predictions.append(_Prediction(token, kind))
             likelihood *= self._acceptance.likelihood(kind)
             if likelihood < MIN_LIKELIHOOD:

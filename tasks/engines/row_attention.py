@@ -121,21 +121,21 @@ class RowPass:
                 for new_tokens in self._new_tokens
             ]
         for new_tokens, slots in zip(self._new_tokens, self._storage_indices[heads], strict=True):
-            new = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
-            self._layers[layer].write(new_tokens.capacity, new_tokens.rows, slots, *new)
+            keys_and_values = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
+            self._layers[layer].write(new_tokens.capacity, new_tokens.rows, slots, *keys_and_values)
         if layer in self._expanding_layers:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
         self._layers_by_keys[id(keys)] = layer, keys
         return keys, values
 
-    def masks(self, allowed: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        """Return the mask of each part, [R, 1, Q, K]: 0 where a token may attend to a position, else -inf. allowed: the
-        model's mask function."""
+    def masks(self, may_attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Return the mask of each part, [R, 1, Q, K]: 0 where a token may attend to a position, else -inf. may_attend:
+        the model's mask function."""
         zero = torch.zeros((), dtype=torch.long, device=self._device)
         outputs = []
         for part in self._parts:
             key_positions = torch.arange(part.num_keys, device=self._device)[None, None, None, :]
-            is_visible = allowed(zero, zero, part.positions, key_positions)
+            is_visible = may_attend(zero, zero, part.positions, key_positions)
             outputs.append(torch.zeros(is_visible.shape, device=self._device).masked_fill_(~is_visible, -torch.inf))
         return outputs
 
@@ -163,22 +163,22 @@ class RowPass:
             queries = flat_query[part.tokens].view(rows, width, groups, heads_per_group, size)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, heads_per_group * width, size)
             if cap is None and sinks is None:
-                attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+                attention_output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             else:
-                attended = _attend(queries, keys, values, mask, scale, cap, sinks)
-            attended = (
-                attended.view(rows, groups, heads_per_group, width, -1)
+                attention_output = _attend(queries, keys, values, mask, scale, cap, sinks)
+            attention_output = (
+                attention_output.view(rows, groups, heads_per_group, width, -1)
                 .permute(0, 3, 1, 2, 4)
                 .reshape(rows * width, heads, -1)
             )
             if part.token_indices is not None:
-                attended = attended[part.token_indices]
+                attention_output = attention_output[part.token_indices]
             if len(self._parts) == 1 and isinstance(part.output_indices, slice):
-                output = attended
+                output = attention_output
                 break
             if output is None:
-                output = attended.new_empty(batch * tokens, heads, attended.shape[-1])
-            output[part.output_indices] = attended
+                output = attention_output.new_empty(batch * tokens, heads, attention_output.shape[-1])
+            output[part.output_indices] = attention_output
         assert output is not None
         return output.view(batch, tokens, heads, -1)
 

@@ -46,12 +46,14 @@ class RowModel:
         """Detect which layers expand their cached keys and values (see RowPass), and whether recurrent layers can
         compute several new tokens from a state that is not empty: in some models these ignore the state."""
         full_row, split_row, cache = BatchRow(), BatchRow(), self.new_cache()
-        (expected,) = self.logits([(full_row, TRIAL_TOKENS)], [1], self.new_cache())
+        (expected_logits,) = self.logits([(full_row, TRIAL_TOKENS)], [1], self.new_cache())
         if not self.cache.can_crop:
             self.logits([(split_row, TRIAL_TOKENS[:3])], [1], cache)
             split_row.length = 3
             (actual,) = self.logits([(split_row, TRIAL_TOKENS[3:])], [1], cache)
-            self.cache.can_split_input = bool((actual - expected).abs().max() < ROUNDING_TOLERANCE * expected.std())
+            self.cache.can_split_input = bool(
+                (actual - expected_logits).abs().max() < ROUNDING_TOLERANCE * expected_logits.std()
+            )
 
     def new_cache(self) -> RowCache:
         """Return an empty cache for this model."""

@@ -98,7 +98,7 @@ class RowScheduler:
     def kept_tokens(self) -> int:
         """Number of tokens cached for later turns."""
         return sum(
-            len(cached.tokens) for cached in tuple(self._cached_contexts.values())
+            len(context.tokens) for context in tuple(self._cached_contexts.values())
         )  # while the loop may change it
 
     def add(self, row: RequestRow) -> None:
@@ -136,9 +136,9 @@ class RowScheduler:
                 row.is_mixed = True
             else:
                 self._preempt(row)
-        waiting, self._waiting = self._waiting, deque()
+        waiting_rows, self._waiting = self._waiting, deque()
         self._num_waiting_by_context.clear()
-        for row in waiting:
+        for row in waiting_rows:
             self._enqueue(row, first=False)
 
     def plan_passes(self) -> Iterator[list[tuple[RequestRow, int]]]:
@@ -148,8 +148,8 @@ class RowScheduler:
         self._draft_tokens()
         self._preempt_to_fit()
         budget = self._settings.max_batch_tokens
-        decoding = [row for row in self._rows if row.length and row.num_pending == 1][:budget]
-        budget -= sum(1 + len(row.draft) for row in decoding)
+        decoding_rows = [row for row in self._rows if row.length and row.num_pending == 1][:budget]
+        budget -= sum(1 + len(row.draft) for row in decoding_rows)
         prefilling: list[tuple[RequestRow, int]] = []
         for row in self._rows:
             if not (row.length and row.num_pending == 1) and budget > 0:
@@ -162,7 +162,7 @@ class RowScheduler:
                 prefilling.append((row, count))
                 budget -= count
         passes: dict[object, list[tuple[RequestRow, int]]] = {}
-        for row, count in (*((row, 1) for row in decoding), *prefilling):
+        for row, count in (*((row, 1) for row in decoding_rows), *prefilling):
             # All rows of a pass of recurrent layers have the same number of new tokens, and all have a state or none.
             kind = None if self._cache.can_crop else (count, row.length > 0)
             passes.setdefault(kind, []).append((row, count))
@@ -200,7 +200,7 @@ class RowScheduler:
                 if row.context in self._num_waiting_by_context:
                     self._cached_prompts[row.context] = self._cache.save(row)
         contexts_in_prefill = {row.context for row in self._rows if row.is_shared}
-        postponed: list[RequestRow] = []
+        postponed_rows: list[RequestRow] = []
         while self._waiting and len(self._rows) < self._settings.max_running:
             row = self._waiting[0]
             if row.context not in contexts_in_prefill:
@@ -210,15 +210,15 @@ class RowScheduler:
                 if row.is_shared:
                     contexts_in_prefill.add(row.context)
             else:
-                postponed.append(self._waiting.popleft())
-        self._waiting.extendleft(reversed(postponed))
+                postponed_rows.append(self._waiting.popleft())
+        self._waiting.extendleft(reversed(postponed_rows))
 
     def _admit_first(self, row: RequestRow) -> None:
         """Admit the first waiting request, with its cached context if there is one."""
         self._waiting.popleft()
-        cached = self._cached_contexts.pop(row.trajectory, None)
-        if cached is not None and _continues_cached(row, cached):
-            self._cache.restore(row, cached.saved)
+        cached_context = self._cached_contexts.pop(row.trajectory, None)
+        if cached_context is not None and _continues_cached(row, cached_context):
+            self._cache.restore(row, cached_context.saved)
         elif (prompt := self._cached_prompts.get(row.context)) is not None:
             self._cache.restore(row, prompt)
         else:
@@ -244,8 +244,8 @@ class RowScheduler:
 
     def _cached_pages(self, row: RequestRow) -> int:
         """Number of pages of a waiting row's cached context, which it reuses."""
-        cached = self._cached_contexts.get(row.trajectory)
-        return 0 if cached is None else self._num_pages_of(len(cached.tokens))
+        cached_context = self._cached_contexts.get(row.trajectory)
+        return 0 if cached_context is None else self._num_pages_of(len(cached_context.tokens))
 
     def _evict_cached(self, except_row: RequestRow | None = None) -> bool:
         """Evict one cached context. Returns False if there is none. except_row: a row whose context is not evicted."""
@@ -282,26 +282,26 @@ class RowScheduler:
         while self._used_pages() > self._num_pages:
             if self._evict_cached():
                 continue
-            last = self._rows[-1]
+            last_row = self._rows[-1]
             if len(self._rows) == 1:
-                self.remove(last)
-                self.failed_rows.append(last)
+                self.remove(last_row)
+                self.failed_rows.append(last_row)
             else:
-                self._preempt(last)
+                self._preempt(last_row)
                 self.preemptions += 1
 
     def _used_pages(self) -> int:
         """Number of pages of running rows and cached contexts after the next step."""
         rows = sum(self._num_pages_of(len(row.tokens) + len(row.draft)) for row in self._rows)
-        kept = sum(self._num_pages_of(len(cached.tokens)) for cached in self._cached_contexts.values())
-        return rows + kept + sum(self._num_pages_of(saved.length) for saved in self._cached_prompts.values())
+        num_pages = sum(self._num_pages_of(len(context.tokens)) for context in self._cached_contexts.values())
+        return rows + num_pages + sum(self._num_pages_of(saved.length) for saved in self._cached_prompts.values())
 
     def _num_pages_of(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)
 
 
-def _continues_cached(row: RequestRow, cached: CachedContext) -> bool:
+def _continues_cached(row: RequestRow, cached_context: CachedContext) -> bool:
     """Whether a row's tokens start with a cached context of its version and continue it."""
-    count = len(cached.tokens)
-    same_version = row.running.version == cached.version
-    return same_version and len(row.tokens) > count and row.tokens[:count] == cached.tokens
+    count = len(cached_context.tokens)
+    same_version = row.running.version == cached_context.version
+    return same_version and len(row.tokens) > count and row.tokens[:count] == cached_context.tokens

@@ -110,12 +110,12 @@ class Buckets:
         if not row.capacity:
             return
         bucket = self._rows[row.capacity]
-        last = bucket.pop()
-        if last is not row:
+        last_row = bucket.pop()
+        if last_row is not row:
             for layer in self._layers:
-                layer.copy(last.capacity, last.slot, row.capacity, row.slot, last.length)
-            last.slot = row.slot
-            bucket[row.slot] = last
+                layer.copy(last_row.capacity, last_row.slot, row.capacity, row.slot, last_row.length)
+            last_row.slot = row.slot
+            bucket[row.slot] = last_row
         if not bucket:
             for layer in self._layers:
                 layer.free(row.capacity)
@@ -141,8 +141,8 @@ def _ensure_slots(buckets: dict[int, torch.Tensor], capacity: int, slots: int, l
         return bucket
     count = INITIAL_SLOTS if bucket is None else 2 * bucket.shape[0]
     # Zeros: memory that was never written may have NaN, which no mask removes.
-    grown = like.new_zeros(max(count, slots), like.shape[1], capacity, like.shape[2])
+    new_bucket = like.new_zeros(max(count, slots), like.shape[1], capacity, like.shape[2])
     if bucket is not None:
-        grown[: bucket.shape[0]] = bucket
-    buckets[capacity] = grown
-    return grown
+        new_bucket[: bucket.shape[0]] = bucket
+    buckets[capacity] = new_bucket
+    return new_bucket

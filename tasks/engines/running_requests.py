@@ -130,11 +130,11 @@ class RunningRequests:
     def drop_old(self, newest: PolicyVersion, num_kept: int) -> list[PolicyVersion]:
         """Stop serving the versions that no request runs under and that are not among the latest `num_kept` up to
         `newest`, which is served next. Returns the dropped versions."""
-        dropped = adapters.unused_versions(
+        dropped_versions = adapters.unused_versions(
             self._served_versions, newest, num_kept, (running.version for running in self._running.values())
         )
-        self._served_versions = [version for version in self._served_versions if version not in dropped]
-        return dropped
+        self._served_versions = [version for version in self._served_versions if version not in dropped_versions]
+        return dropped_versions
 
     def serve(self, version: PolicyVersion) -> None:
         """Add a served version, as the newest."""
@@ -251,12 +251,12 @@ class StopCheck:
         text, middle = self._detokenizer.text(self._window), max(1, len(self._window) // 2)
         if text.endswith("\ufffd") and len(text) < MAX_UNDECODED_WINDOWS * self._window_chars:
             return
-        for cut in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
-            rest = self._detokenizer.text(self._window[cut:])
-            if len(rest) < self._window_chars:
+        for start in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
+            suffix = self._detokenizer.text(self._window[start:])
+            if len(suffix) < self._window_chars:
                 return
-            if text.endswith(rest[MARGIN_CHARS:]):
-                del self._window[:cut]
+            if text.endswith(suffix[MARGIN_CHARS:]):
+                del self._window[:start]
                 return
 
 
@@ -282,8 +282,8 @@ class StopChecks:
             return None
         self.prepare([request])
         assert self._detokenizer is not None
-        earlier = request.tokens[len(request.tokens) - request.num_turn_tokens :]
-        return StopCheck(self._detokenizer, request.stop.strings, earlier)
+        turn_tokens = request.tokens[len(request.tokens) - request.num_turn_tokens :]
+        return StopCheck(self._detokenizer, request.stop.strings, turn_tokens)
 
 
 def _load_detokenizer(model: str) -> Detokenizer:

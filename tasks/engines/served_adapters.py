@@ -36,24 +36,26 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
     output = model.get_output_embeddings()
     linear_names = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
     if not targets:
-        selected = [name for name in modules if name in linear_names and modules[name] is not output]
-        problem = None if selected else "it has no torch.nn.Linear but its output layer"
+        module_names = [name for name in modules if name in linear_names and modules[name] is not output]
+        problem = None if module_names else "it has no torch.nn.Linear but its output layer"
     else:
-        selected = [name for name in modules if name.rpartition(".")[2] in targets]
-        unsupported = next((name for name in selected if name not in linear_names), "")
-        missing = [target for target in targets if not any(name.rpartition(".")[2] == target for name in selected)]
+        module_names = [name for name in modules if name.rpartition(".")[2] in targets]
+        unsupported_name = next((name for name in module_names if name not in linear_names), "")
+        missing_targets = [
+            target for target in targets if not any(name.rpartition(".")[2] == target for name in module_names)
+        ]
         problem = None
-        if unsupported:
-            problem = f"{unsupported} is a {type(modules[unsupported]).__name__}"
-        elif missing:
-            problem = f"no layer of the model is called {missing[0]}"
+        if unsupported_name:
+            problem = f"{unsupported_name} is a {type(modules[unsupported_name]).__name__}"
+        elif missing_targets:
+            problem = f"no layer of the model is called {missing_targets[0]}"
     if problem:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in linear_names if modules[name] is not output}))
         remedy = f"name layers of that kind ({names}), or train all weights" if names else "train all weights"
         raise ConfigError(
             f"training.lora.targets = {list(targets)}: {problem}; adapters are for torch.nn.Linear; {remedy}"
         )
-    return selected
+    return module_names
 
 
 class PassVersions:

@@ -98,21 +98,23 @@ class TransformersEngine(EngineThread):
 
     def _step(self) -> None:
         """Compute the new tokens of each row, and sample."""
-        for planned in self._scheduler.plan_passes():
-            new_tokens = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in planned]
-            num_logits = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in planned]
+        for pass_rows in self._scheduler.plan_passes():
+            new_tokens = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in pass_rows]
+            num_logits = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in pass_rows]
             logits = self._row_model.logits(new_tokens, num_logits)
-            temperatures = [row.temperature for (row, _), n in zip(planned, num_logits, strict=True) for _ in range(n)]
+            temperatures = [
+                row.temperature for (row, _), n in zip(pass_rows, num_logits, strict=True) for _ in range(n)
+            ]
             tokens, logprobs = sample(torch.cat(logits), temperatures, self._generator) if temperatures else ([], [])
             start = 0
             with self._condition:
-                for (row, count), n in zip(planned, num_logits, strict=True):
+                for (row, count), n in zip(pass_rows, num_logits, strict=True):
                     row.length += count
                     if n:
                         self._add_tokens(row, tokens[start : start + n], logprobs[start : start + n])
                     start += n
                 # After all lengths are set: ending a row may move another row together with its computed tokens.
-                for (row, _), n in zip(planned, num_logits, strict=True):
+                for (row, _), n in zip(pass_rows, num_logits, strict=True):
                     if n:
                         self._end_if_complete(row)
         with self._condition:
@@ -122,29 +124,29 @@ class TransformersEngine(EngineThread):
         """Append sampled tokens to a request: the accepted drafts and one more."""
         running, draft = row.running, row.draft
         num_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
-        kept = tokens[: num_drafts + 1]
+        new_ids = tokens[: num_drafts + 1]
         if running.stop_check is not None:
-            kept = kept[: running.stop_check.add(kept)]
+            new_ids = new_ids[: running.stop_check.add(new_ids)]
         row.draft = []
-        row.tokens += kept
-        row.length += len(kept) - 1
-        self._requests.extend(running, kept, logprobs[: len(kept)])
+        row.tokens += new_ids
+        row.length += len(new_ids) - 1
+        self._requests.extend(running, new_ids, logprobs[: len(new_ids)])
         if draft:
             self._draft_counts.drafts += 1
             self._draft_counts.drafted_tokens += len(draft)
-            self._draft_counts.accepted_tokens += len(kept) - 1
+            self._draft_counts.accepted_tokens += len(new_ids) - 1
             running.drafted_tokens += len(draft)
-            running.accepted_tokens += len(kept) - 1
+            running.accepted_tokens += len(new_ids) - 1
         if self._drafter is not None:
-            self._drafter.extend(running.key, kept)
+            self._drafter.extend(running.key, new_ids)
 
     def _end_if_complete(self, row: RequestRow) -> None:
         running = row.running
-        stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
-        if stopped or len(row.tokens) >= row.max_tokens:
+        has_stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
+        if has_stopped or len(row.tokens) >= row.max_tokens:
             self._scheduler.end(row)
             self._leave(running)
-            self._end(running.sampled_tokens(FinishReason.STOP if stopped else FinishReason.LENGTH))
+            self._end(running.sampled_tokens(FinishReason.STOP if has_stopped else FinishReason.LENGTH))
 
     def _fail_without_memory(self) -> None:
         for row in self._scheduler.failed_rows:
@@ -166,8 +168,8 @@ class TransformersEngine(EngineThread):
         )
         self._scheduler.add(row)
 
-    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
-        for running in stopped:
+    def _remove(self, has_stopped: Sequence[RunningRequest]) -> None:
+        for running in has_stopped:
             self._scheduler.remove(self._rows[running.key])
 
     def _leave(self, running: RunningRequest) -> None:
@@ -210,8 +212,8 @@ class TransformersEngine(EngineThread):
         assert self._adapters is not None
         self._adapters.add(version, layers, tensors)
         with self._condition:
-            for old in self._requests.drop_old(version, self._settings.adapters):
-                self._adapters.drop(old)
+            for old_version in self._requests.drop_old(version, self._settings.adapters):
+                self._adapters.drop(old_version)
             self._requests.serve(version)
 
     def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], published: dict[str, Any]) -> float:
@@ -337,7 +339,7 @@ def sample(
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 
 
-def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:
+def num_accepted(draft_tokens: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:
     """Number of draft tokens that are accepted. One more token is sampled after them.
 
     The first sampled token that differs from its draft is the last one kept, because later ones were computed after a
@@ -346,7 +348,7 @@ def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collec
     draft d with probability p(d), else draw from p without d).
 
     Args:
-        drafted: draft tokens after the last known token.
+        draft_tokens: draft tokens after the last known token.
         sampled: the tokens sampled after the last known token and after each draft token.
         eos_ids: tokens that end the response.
         max_tokens: maximum number of further tokens of the response.
@@ -354,12 +356,12 @@ def num_accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collec
     >>> num_accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
     1
     """
-    accepted = 0
+    count = 0
     while (
-        accepted < len(drafted)
-        and drafted[accepted] == sampled[accepted]
-        and sampled[accepted] not in eos_ids
-        and accepted + 1 < max_tokens
+        count < len(draft_tokens)
+        and draft_tokens[count] == sampled[count]
+        and sampled[count] not in eos_ids
+        and count + 1 < max_tokens
     ):
-        accepted += 1
-    return accepted
+        count += 1
+    return count

@@ -220,10 +220,10 @@ class VllmEngine(EngineThread):
         """Serve an adapter beside the others. Returns the seconds that decoding paused, None if no slot is free yet."""
         started_s = time.monotonic()
         with self._condition:
-            dropped = self._requests.drop_old(version, self._settings.adapters)
+            old_versions = self._requests.drop_old(version, self._settings.adapters)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
-            for old in dropped:
-                vllm_adapters.drop(old)
+            for old_version in old_versions:
+                vllm_adapters.drop(old_version)
             if vllm_adapters.request(version) is None:  # else an earlier call has loaded it
                 if vllm_adapters.is_full:
                     return None
@@ -253,13 +253,13 @@ class VllmEngine(EngineThread):
                 self._leave(running)
                 if running.has_stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
                     ended_by_stop = running.has_stopped or output.finish_reason == Reason.STOP
-                    self._ended.append(
+                    self._outputs.append(
                         running.sampled_tokens(FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
                     )
                 else:
                     self._fail(running.request, f"vLLM ended it: {output.finish_reason}")
             self._scheduler_statistics = self._scheduler.statistics()
-            if self._ended:
+            if self._outputs:
                 self._condition.notify_all()
 
     def _extend(self, running: RunningRequest, output: Any) -> None:

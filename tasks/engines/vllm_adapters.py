@@ -118,15 +118,15 @@ class AdapterExtension:
                 if layer is None:
                     continue
                 down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
-                for key, stacked, factor in (down, up):
-                    loaded = stacked[index][slot, 0]
+                for key, stacked_tensors, factor in (down, up):
+                    slot_tensor = stacked_tensors[index][slot, 0]
                     rows, columns = tensors[key].shape
-                    padded = torch.zeros_like(loaded)
-                    padded[:rows, :columns] = tensors[key].to(loaded) * factor
-                    parts[key] = WeightPart(name=key, loaded=loaded, published=padded)
-        missing = (
+                    expected_tensor = torch.zeros_like(slot_tensor)
+                    expected_tensor[:rows, :columns] = tensors[key].to(slot_tensor) * factor
+                    parts[key] = WeightPart(name=key, loaded=slot_tensor, published=expected_tensor)
+        missing_parts = (
             WeightPart(name=key, incomparable_reason="no layer of the engine has it")
             for key in tensors
             if key not in parts
         )
-        return compare_parts([*parts.values(), *missing])
+        return compare_parts([*parts.values(), *missing_parts])

@@ -112,8 +112,8 @@ class SampledVerifier:
         output = self._sampler(logits=logits, sampling_metadata=sampling)
         sampled = output.sampled_token_ids[:, 0]
         # By logits row, the draft token to compare with; the last row of a request has none, and never matches.
-        expected = torch.full_like(sampled, REJECTED)
-        expected[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(expected.dtype)
+        expected_tokens = torch.full_like(sampled, REJECTED)
+        expected_tokens[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(expected_tokens.dtype)
 
         # Logits rows are ragged. Scatter them into a table [request, width], given as flat positions.
         width = metadata.max_spec_len + 1
@@ -124,7 +124,7 @@ class SampledVerifier:
         tokens = sampled.new_full((len(logits_per_request) * width,), REJECTED)
         tokens[flat_positions] = sampled
         matches = torch.zeros_like(tokens)
-        matches[flat_positions] = (sampled == expected).to(matches.dtype)
+        matches[flat_positions] = (sampled == expected_tokens).to(matches.dtype)
         # A token is kept if all drafts before it matched: the running product, shifted right by one, first column 1.
         keep = matches.view(-1, width).cumprod(1).roll(1, 1)
         keep[:, 0] = 1

@@ -101,14 +101,14 @@ def _parameter_name(model: Any, modules: Mapping[str, Any], name: str) -> Parame
     fused_index: Any = None
     if mapper is not None:
         marker = torch.empty(0)
-        name = next((mapped for mapped, _ in mapper.apply([(name, marker)])), name)
+        name = next((mapped_name for mapped_name, _ in mapper.apply([(name, marker)])), name)
         fused_index = getattr(marker, "shard_id", None)
     if fused_index is None and _experts_path(modules, name) is None:
-        *front, module, leaf = name.split(".") if "." in name else ("", name)
+        *prefix, module, leaf = name.split(".") if "." in name else ("", name)
         for fused_name, part_names in getattr(model, "packed_modules_mapping", {}).items():
             if module in part_names and fused_name != module:
                 fused_index = part_names.index(module)
-                return ".".join([*front, fused_name, leaf]), "qkv"[
+                return ".".join([*prefix, fused_name, leaf]), "qkv"[
                     fused_index
                 ] if fused_name == "qkv_proj" else fused_index
     return name, fused_index
@@ -120,34 +120,34 @@ def _matching_slices(
     """Return the slice of a layer's parameter that holds a checkpoint tensor, and the slice of the tensor that this
     worker has; or the reason why they are unknown."""
     rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-    kind = type(module)
-    unknown = f"the layout of {kind.__name__} is unknown here"
-    if kind is QKVParallelLinear and fused_index in ("q", "k", "v"):
-        heads, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
-        rows = {"q": module.num_heads * module.head_size, "k": heads, "v": value}
-        first = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[fused_index]
+    layer_type = type(module)
+    problem = f"the layout of {layer_type.__name__} is unknown here"
+    if layer_type is QKVParallelLinear and fused_index in ("q", "k", "v"):
+        key_rows, value_rows = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
+        rows = {"q": module.num_heads * module.head_size, "k": key_rows, "v": value_rows}
+        start = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[fused_index]
         shard = rank if fused_index == "q" else rank // module.num_kv_head_replicas
-        return parameter[first : first + rows[fused_index]], tensor[
+        return parameter[start : start + rows[fused_index]], tensor[
             shard * rows[fused_index] : (shard + 1) * rows[fused_index]
         ]
-    if kind is MergedColumnParallelLinear and isinstance(fused_index, int):
-        count, first = module.output_sizes[fused_index] // size, sum(module.output_sizes[:fused_index]) // size
-        return parameter[first : first + count], tensor[rank * count : (rank + 1) * count]
+    if layer_type is MergedColumnParallelLinear and isinstance(fused_index, int):
+        count, start = module.output_sizes[fused_index] // size, sum(module.output_sizes[:fused_index]) // size
+        return parameter[start : start + count], tensor[rank * count : (rank + 1) * count]
     if fused_index is not None:
-        return unknown
-    if kind in (VocabParallelEmbedding, ParallelLMHead):
+        return problem
+    if layer_type in (VocabParallelEmbedding, ParallelLMHead):
         shard = module.shard_indices
         shard_rows = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
         return parameter[: len(shard_rows)], shard_rows
     if leaf == "sinks":  # one for each head
-        count, first = len(parameter), module.qkv_proj.tp_rank * len(parameter)
-        return parameter, tensor[first : first + count]
-    if size > 1 and kind is ColumnParallelLinear:
+        count, start = len(parameter), module.qkv_proj.tp_rank * len(parameter)
+        return parameter, tensor[start : start + count]
+    if size > 1 and layer_type is ColumnParallelLinear:
         return parameter, tensor[rank * len(parameter) : (rank + 1) * len(parameter)]
-    if size > 1 and kind is RowParallelLinear and leaf == "weight":
+    if size > 1 and layer_type is RowParallelLinear and leaf == "weight":
         columns = parameter.shape[1]
         return parameter, tensor[:, rank * columns : (rank + 1) * columns]
-    return (parameter, tensor) if parameter.shape == tensor.shape else unknown
+    return (parameter, tensor) if parameter.shape == tensor.shape else problem
 
 
 def _experts_path(modules: Mapping[str, Any], name: str) -> str | None:
@@ -162,17 +162,17 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
     """The parts of a layer's stacked experts. tensors: by name within the layer, such as "3.up_proj.weight"."""
     method = layer.quant_method
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    packed = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
-    as_loaded = getattr(method, "unquantized_backend", None) in UNCHANGED_EXPERT_BACKENDS
+    is_packed = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+    is_unchanged = getattr(method, "unquantized_backend", None) in UNCHANGED_EXPERT_BACKENDS
     names = {
         (expert, shard): f"{name.removeprefix('experts.')}weight"
         for _, name, expert, shard in layer.get_expert_mapping()
     }
-    stacked = tensors.keys() == STACKED_EXPERTS
+    are_stacked = tensors.keys() == STACKED_EXPERTS
     if (
         type(method) is not UnquantizedFusedMoEMethod
-        or not (packed or as_loaded)
-        or not (stacked or tensors.keys() <= {*names.values()})
+        or not (is_packed or is_unchanged)
+        or not (are_stacked or tensors.keys() <= {*names.values()})
     ):
         for name in tensors:
             yield WeightPart(
@@ -186,11 +186,11 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
         local_expert = layer._map_global_expert_id_to_local_expert_id(expert)
         if local_expert < 0:  # another worker's
             continue
-        if stacked:
-            both_rows = slice(2 * rank * rows, 2 * (rank + 1) * rows)
-            gate_and_up, down = tensors["w13_weight"][expert].T[both_rows], tensors["w2_weight"][expert].T
+        if are_stacked:
+            gate_and_up_rows = slice(2 * rank * rows, 2 * (rank + 1) * rows)
+            gate_and_up, down = tensors["w13_weight"][expert].T[gate_and_up_rows], tensors["w2_weight"][expert].T
             biases = {
-                "w13_bias": tensors["w13_bias"][expert][both_rows],
+                "w13_bias": tensors["w13_bias"][expert][gate_and_up_rows],
                 # Workers add up their results.
                 "w2_bias": tensors["w2_bias"][expert] if rank == 0 else torch.zeros_like(tensors["w2_bias"][expert]),
             }
@@ -202,9 +202,9 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
                 yield WeightPart(name=f"{path}[{expert}]", incomparable_reason="not all of an expert is published")
                 continue
             halves = (half[shard_rows] for half in (gate, up))
-            gate_and_up = torch.cat([_pad_to_kernel(kernel, half) if packed else half for half in halves])
+            gate_and_up = torch.cat([_pad_to_kernel(kernel, half) if is_packed else half for half in halves])
         down = down[:, shard_rows]
-        if packed:
+        if is_packed:
             gate_and_up = _pack_for_kernel(kernel, gate_and_up)
             down = _pack_for_kernel(kernel, _pad_to_kernel(kernel, down.T).T)
         yield _weight_part(f"{path}[{expert}] gate and up", layer.w13_weight[local_expert], gate_and_up)
@@ -213,8 +213,8 @@ def _expert_parts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPar
 
 def _pad_to_kernel(kernel: Any, rows: torch.Tensor) -> torch.Tensor:
     """Append the zero rows that the kernel adds to an expert's rows."""
-    missing = kernel._padded_intermediate_size(kernel.moe_config) - len(rows)
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    num_missing = kernel._padded_intermediate_size(kernel.moe_config) - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, num_missing))
 
 
 def _pack_for_kernel(kernel: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -238,9 +238,9 @@ def cache_bytes(settings: VllmSettings) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * heads * width * getattr(torch, settings.dtype).itemsize
+    token_bytes = 2 * config.num_hidden_layers * num_kv_heads * width * getattr(torch, settings.dtype).itemsize
     return int(token_bytes * (settings.kv_tokens + settings.page_tokens))
 
 

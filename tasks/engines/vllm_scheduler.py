@@ -35,9 +35,9 @@ class VllmScheduler:
         batch, whether of coming turns or of ended trajectories; pages with equal contents count once."""
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
+        num_used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
         # A page is cached once it is full, and the last page of each request is not.
-        used_and_cached = max(0, used - len(scheduler.running))
+        used_and_cached = max(0, num_used_blocks - len(scheduler.running))
         return {
             "waiting": len(scheduler.waiting),
             "preemptions": self._preemptions,

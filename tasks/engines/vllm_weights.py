@@ -92,11 +92,11 @@ def checkpoint_tensors(model: str, path: str) -> dict[str, torch.Tensor]:
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Give each expert of gpt-oss tensors of its own. vLLM copies those that hold all experts itself, so its postponed
     loading would not see them."""
-    split: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, marker, leaf = name.rpartition(".experts.")
-        split |= {f"{layer}{marker}{i}.{leaf}": tensor[i] for i in range(len(tensor))} if marker else {name: tensor}
-    return split
+        result |= {f"{layer}{marker}{i}.{leaf}": tensor[i] for i in range(len(tensor))} if marker else {name: tensor}
+    return result
 
 
 @functools.cache
@@ -136,9 +136,9 @@ def pack_experts_after_each_load() -> None:
     setup: Callable[..., None] = UnquantizedFusedMoEMethod._setup_kernel
 
     def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        repeated = self.moe_kernel is not None
+        is_repeated = self.moe_kernel is not None
         setup(self, layer, w13, w2)
-        if repeated and isinstance(self.moe_kernel.fused_experts, CPUUnquantizedExperts):
+        if is_repeated and isinstance(self.moe_kernel.fused_experts, CPUUnquantizedExperts):
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack

@@ -30,10 +30,10 @@ def traits_of(source: str, key: str) -> EnvironmentTraits:
     if (kind := kind_of(source)) is not None:
         kind.check_installed(f"{key} = {source!r}")
         return EnvironmentTraits(repeatable=kind.repeatable, blocking=kind.blocking)
-    loaded = user_code.load(source, key)
-    is_async = inspect.iscoroutinefunction(getattr(loaded, "step", loaded))
+    code = user_code.load(source, key)
+    is_async = inspect.iscoroutinefunction(getattr(code, "step", code))
     return EnvironmentTraits(
-        repeatable=bool(getattr(loaded, "repeatable", False)), blocking=bool(getattr(loaded, "blocking", not is_async))
+        repeatable=bool(getattr(code, "repeatable", False)), blocking=bool(getattr(code, "blocking", not is_async))
     )
 
 
@@ -55,18 +55,18 @@ def open_environment(
     if kind is not None:
         rows = (_rows(options, label),) if kind.takes_rows else ()
         return GymEnvironment(kind.open(name, options, label, *rows, label=label))
-    loaded = user_code.load(source, key)
-    if not has_turns(loaded):
+    code = user_code.load(source, key)
+    if not has_turns(code):
         raise ConfigError(
             f"{label}: an environment is a class with reset and step, or an async def play(session, task)"
         )
-    if not isinstance(loaded, type):
-        if not _accepts(loaded, "session", "task"):
+    if not isinstance(code, type):
+        if not _accepts(code, "session", "task"):
             raise ConfigError(f"{label}: must take (session, task)")
-        return CoroutineEnvironment(loaded, dict(options))
-    if not _accepts(loaded, **options):
-        raise ConfigError(f"{label}: {loaded.__name__}() does not take task.options = {dict(options)}")
-    return GymEnvironment(functools.partial(loaded, **options))
+        return CoroutineEnvironment(code, dict(options))
+    if not _accepts(code, **options):
+        raise ConfigError(f"{label}: {code.__name__}() does not take task.options = {dict(options)}")
+    return GymEnvironment(functools.partial(code, **options))
 
 
 def _rows(options: Mapping[str, Any], label: str) -> Any:

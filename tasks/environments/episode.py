@@ -148,8 +148,8 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
     if the reward is not a number."""
     try:
         reward_value, reward_parts = parse_reward(reward if parts is None else (reward, parts))
-    except InvalidReward as refused:
-        raise EpisodeFailed(str(refused).replace("the reward", label, 1)) from refused
+    except InvalidReward as error:
+        raise EpisodeFailed(str(error).replace("the reward", label, 1)) from error
     return EnvStepResult(ended=True, reward=reward_value, parts=reward_parts)
 
 

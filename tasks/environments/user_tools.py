@@ -89,12 +89,12 @@ def _schema(hint: Any) -> dict[str, Any] | None:
         return {"type": JSON_TYPES[hint]}
     if hint is type(None):
         return {"type": "null"}
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in JSON_TYPES and not inner:  # typing.List and typing.Dict without element types
+    origin, type_arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in JSON_TYPES and not type_arguments:  # typing.List and typing.Dict without element types
         return {"type": JSON_TYPES[origin]}
     if origin is typing.Literal:
-        return {"enum": list(inner)}
-    schemas = [_schema(argument) for argument in inner]
+        return {"enum": list(type_arguments)}
+    schemas = [_schema(argument) for argument in type_arguments]
     json_schemas = [schema for schema in schemas if schema is not None]
     if len(json_schemas) < len(schemas):
         return None
@@ -102,7 +102,7 @@ def _schema(hint: Any) -> dict[str, Any] | None:
         return {"anyOf": json_schemas}
     if origin is list:
         return {"type": "array", "items": json_schemas[0]}
-    if origin is dict and inner[0] is str:
+    if origin is dict and type_arguments[0] is str:
         return {"type": "object", "additionalProperties": json_schemas[1]}
     return None
 
@@ -111,10 +111,10 @@ def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) 
     """Return an error text for the arguments of a call; empty if they match the schema."""
     properties: Mapping[str, Any] = parameters["properties"]
     names = ", ".join(properties) or "none"
-    if unknown := [name for name in arguments if name not in properties]:
-        return f"there is no argument {unknown[0]}; there are {names}"
-    if missing := [name for name in parameters["required"] if name not in arguments]:
-        return f"argument {missing[0]} is missing"
+    if unknown_names := [name for name in arguments if name not in properties]:
+        return f"there is no argument {unknown_names[0]}; there are {names}"
+    if missing_names := [name for name in parameters["required"] if name not in arguments]:
+        return f"argument {missing_names[0]} is missing"
     invalid = next((name for name, value in arguments.items() if not _matches_schema(value, properties[name])), None)
     return "" if invalid is None else f"argument {invalid} must be {_describe_schema(properties[invalid])}"
 

@@ -155,17 +155,17 @@ def _parse_reward(line: str) -> Any:
     """Parse the reward that a program printed: a number, or a JSON object with a number and its parts. Raises
     EpisodeFailed."""
     try:
-        parsed = json.loads(line)
+        event = json.loads(line)
     except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        return parsed.get("reward"), parsed.get("parts") or {}
-    if not isinstance(parsed, (int, float)):
+        event = None
+    if isinstance(event, dict):
+        return event.get("reward"), event.get("parts") or {}
+    if not isinstance(event, (int, float)):
         raise EpisodeFailed(
             f'the last line that the agent printed must be its reward, a number or {{"reward": ..., "parts": ...}}, '
             f"not {line[:80]!r}"
         )
-    return parsed
+    return event
 
 
 class AgentEnvironment:

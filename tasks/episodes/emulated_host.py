@@ -27,8 +27,8 @@ class EmulatedHostSettings:
 
 
 class EmulatedEnvironments:
-    """Environment steps with the results and durations of the emulated workload. Evaluation tasks have negative
-    numbers. Tasks i and -i have the same episodes, as in emulated engines."""
+    """Environment steps with the results and durations of the emulated workload. Groups of evaluations have negative
+    ids. Groups i and -i have the same episodes, as in emulated engines."""
 
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
@@ -50,27 +50,27 @@ class EmulatedEnvironments:
         latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
         step = self._episodes.env_step(
-            abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
+            abs(key.group), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
         )
         limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
-        clock = asyncio.get_running_loop().time
-        queued_s = clock()
+        now = asyncio.get_running_loop().time
+        queued_s = now()
         async with self._slots:
-            waited_s = (clock() - queued_s) * scale
+            waited_s = (now() - queued_s) * scale
             await asyncio.sleep(min(step.seconds, limit_s) / scale)
         if step.seconds > limit_s:
             duration = "never ends" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"
             error = f"step {len(turns)} {duration}, environment.step_timeout_s = {limit_s:g} s"
-            return HostedStepResult(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
+            return HostedStepResult(ended=True, error=error, environment_s=limit_s, waited_s=waited_s)
         if step.error:
-            return HostedStepResult(ended=True, error=step.error, seconds=step.seconds, waited_s=waited_s)
+            return HostedStepResult(ended=True, error=step.error, environment_s=step.seconds, waited_s=waited_s)
         messages = () if step.ended else (Message("tool", str(step.tokens)),)
         return HostedStepResult(
-            messages=messages, ended=step.ended, reward=step.reward, seconds=step.seconds, waited_s=waited_s
+            messages=messages, ended=step.ended, reward=step.reward, environment_s=step.seconds, waited_s=waited_s
         )
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        step = self._episodes.env_step(abs(key.task), key.member, 0, attempt=key.attempt, truncated=True)
+        step = self._episodes.env_step(abs(key.group), key.member, 0, attempt=key.attempt, truncated=True)
         return HostedStepResult(ended=True, reward=step.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:

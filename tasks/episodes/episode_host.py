@@ -109,13 +109,13 @@ class EpisodeHost:
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._limits = settings.source.limits
-        self._hosted: dict[EpisodeKey, HostedEpisode] = {}
+        self._entries: dict[EpisodeKey, HostedEpisode] = {}
         self._ended_results: dict[EpisodeKey, tuple[tuple[str, ...], HostedStepResult]] = {}
         self._slots = asyncio.Semaphore(self._limits.concurrency)
         self._makers: dict[tuple[str | None, bool], EpisodeMaker] = {}
         """Makers of episodes, by (key of the environment, whether it is that of held-out tasks)."""
         self._makers_lock = threading.Lock()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._release_tasks: set[asyncio.Task[None]] = set()
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="score")
         self._endpoint = EndpointServer(settings.source.endpoint)
 
@@ -176,36 +176,38 @@ class EpisodeHost:
             truncated: Whether a token limit ended the last turn, so that the episode ends with the reward so far.
             latest_turn: The last turn, for episodes that need token ids.
         """
-        requested = tuple(turns)
-        if not requested:
+        new_turns = tuple(turns)
+        if not new_turns:
             return _error_result("the request has no turn; send at least one")
-        if (ended := self._ended_results.get(key)) is not None:
-            if ended[0] == requested:
-                return ended[1]
-            if ended[0] == requested[: len(ended[0])]:
-                return _error_result(f"the episode has ended with turn {len(ended[0])}; it cannot take another one")
+        if (ended_result := self._ended_results.get(key)) is not None:
+            if ended_result[0] == new_turns:
+                return ended_result[1]
+            if ended_result[0] == new_turns[: len(ended_result[0])]:
+                return _error_result(
+                    f"the episode has ended with turn {len(ended_result[0])}; it cannot take another one"
+                )
             del self._ended_results[key]
-        hosted = self._hosted.get(key)
-        if hosted is not None and hosted.turns != requested[: len(hosted.turns)]:
+        entry = self._entries.get(key)
+        if entry is not None and entry.turns != new_turns[: len(entry.turns)]:
             self.cancel([key])
-            hosted = None
-        if hosted is None:
-            if len(requested) > 1 and not (await self._maker_of(key, record)).repeatable:
+            entry = None
+        if entry is None:
+            if len(new_turns) > 1 and not (await self._maker_of(key, record)).repeatable:
                 error = "this host does not have the episode, and its environment is not repeatable; start it again"
                 return replace(_error_result(error), lost=True)
-            hosted = self._hosted.get(key)  # another request may have created it in the meantime
-        if hosted is None:
-            hosted = self._hosted[key] = HostedEpisode(requested)
-            hosted.step_task = asyncio.ensure_future(
-                self._run_turns(key, record, hosted, None, requested, truncated=truncated, latest_turn=latest_turn)
+            entry = self._entries.get(key)  # another request may have created it in the meantime
+        if entry is None:
+            entry = self._entries[key] = HostedEpisode(new_turns)
+            entry.step_task = asyncio.ensure_future(
+                self._run_turns(key, record, entry, None, new_turns, truncated=truncated, latest_turn=latest_turn)
             )
-        elif hosted.turns != requested:
-            hosted.turns = requested
-            previous = hosted.step_task
-            hosted.step_task = asyncio.ensure_future(
-                self._run_turns(key, record, hosted, previous, requested, truncated=truncated, latest_turn=latest_turn)
+        elif entry.turns != new_turns:
+            entry.turns = new_turns
+            previous = entry.step_task
+            entry.step_task = asyncio.ensure_future(
+                self._run_turns(key, record, entry, previous, new_turns, truncated=truncated, latest_turn=latest_turn)
             )
-        step_task = hosted.step_task
+        step_task = entry.step_task
         try:
             return await asyncio.shield(step_task)
         except asyncio.CancelledError:
@@ -215,49 +217,49 @@ class EpisodeHost:
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
         """End an episode that has no tokens left for another turn, with the reward so far."""
-        hosted = self._hosted.get(key)
-        if hosted is None:
-            ended = self._ended_results.get(key)
-            return _error_result("the episode was cancelled") if ended is None else ended[1]
-        hosted.step_task = asyncio.ensure_future(self._end_truncated(key, record, hosted, hosted.step_task))
-        return await asyncio.shield(hosted.step_task)
+        entry = self._entries.get(key)
+        if entry is None:
+            ended_result = self._ended_results.get(key)
+            return _error_result("the episode was cancelled") if ended_result is None else ended_result[1]
+        entry.step_task = asyncio.ensure_future(self._end_truncated(key, record, entry, entry.step_task))
+        return await asyncio.shield(entry.step_task)
 
     async def _end_truncated(
-        self, key: EpisodeKey, record: Record, hosted: HostedEpisode, previous: asyncio.Task[HostedStepResult]
+        self, key: EpisodeKey, record: Record, entry: HostedEpisode, previous: asyncio.Task[HostedStepResult]
     ) -> HostedStepResult:
         await asyncio.wait({previous})
-        assert hosted.episode is not None
-        spent_s, waited_s, queued_s = hosted.spent_s, 0.0, time.monotonic()
+        assert entry.episode is not None
+        spent_s, waited_s, queued_s = entry.spent_s, 0.0, time.monotonic()
         try:
             async with self._slots:
                 waited_s = time.monotonic() - queued_s
-                step_result = await self._with_episode_timeout(hosted, hosted.episode.end_early(), "the early end")
+                step_result = await self._with_episode_timeout(entry, entry.episode.end_early(), "the early end")
                 result = await self._hosted_result(key, record, step_result)
         except EpisodeFailed as error:
             result = _error_result(str(error))
-        result = replace(result, seconds=hosted.spent_s - spent_s, waited_s=waited_s)
-        self._end(key, hosted, hosted.turns, result)
+        result = replace(result, environment_s=entry.spent_s - spent_s, waited_s=waited_s)
+        self._end(key, entry, entry.turns, result)
         return result
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
         """Drop episodes without waiting. Running steps are cancelled and blocking environments killed."""
         for key in keys:
             self._ended_results.pop(key, None)
-            hosted = self._hosted.pop(key, None)
-            if hosted is not None:
-                hosted.step_task.cancel()
-                if hosted.episode is not None:
-                    hosted.episode.kill()
-                hosted.programs.close()
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                entry.step_task.cancel()
+                if entry.episode is not None:
+                    entry.episode.kill()
+                entry.programs.close()
 
     async def close(self) -> None:
         """End all episodes. Agents that wait for a turn get a reply on which they retry, before their keys become
         invalid."""
         self._endpoint.drain()
-        self.cancel(list(self._hosted))
-        for task in list(self._closing):
+        self.cancel(list(self._entries))
+        for task in list(self._release_tasks):
             task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._release_tasks, return_exceptions=True)
         self._score_thread.shutdown(wait=False, cancel_futures=True)
         await self._endpoint.stop()
         for maker in self._makers.values():
@@ -268,7 +270,7 @@ class EpisodeHost:
         self,
         key: EpisodeKey,
         record: Record,
-        hosted: HostedEpisode,
+        entry: HostedEpisode,
         previous: asyncio.Task[HostedStepResult] | None,
         turns: tuple[str, ...],
         *,
@@ -279,49 +281,49 @@ class EpisodeHost:
         first."""
         if previous is not None:
             await asyncio.wait({previous})
-        spent_s, waited_s, queued_s = hosted.spent_s, 0.0, time.monotonic()
-        start = hosted.num_turns
+        spent_s, waited_s, queued_s = entry.spent_s, 0.0, time.monotonic()
+        start = entry.num_turns
         try:
             async with self._slots:
                 waited_s = time.monotonic() - queued_s
-                if hosted.episode is None:
-                    await self._begin(key, record, hosted)
+                if entry.episode is None:
+                    await self._begin(key, record, entry)
                 result = HostedStepResult()
                 for turn_number, text in enumerate(turns[start:], start + 1):
                     if result.ended:
                         raise EpisodeFailed(f"it ended with turn {turn_number - 1}; it cannot take another one")
                     is_newest = turn_number == len(turns)
-                    if is_newest and latest_turn is not None and isinstance(hosted.episode, AgentEpisode):
-                        hosted.episode.set_turn(latest_turn)
-                    result = await self._step(key, record, hosted, text, turn_number, truncated=truncated and is_newest)
+                    if is_newest and latest_turn is not None and isinstance(entry.episode, AgentEpisode):
+                        entry.episode.set_turn(latest_turn)
+                    result = await self._step(key, record, entry, text, turn_number, truncated=truncated and is_newest)
                     if not is_newest:
-                        hosted.observations.append(result.messages)
+                        entry.observations.append(result.messages)
         except EpisodeFailed as error:
             result = _error_result(str(error))
         result = replace(
-            result, seconds=hosted.spent_s - spent_s, waited_s=waited_s, replayed=tuple(hosted.observations)
+            result, environment_s=entry.spent_s - spent_s, waited_s=waited_s, replayed=tuple(entry.observations)
         )
-        hosted.observations = []
+        entry.observations = []
         if result.ended:
-            self._end(key, hosted, turns, result)
+            self._end(key, entry, turns, result)
         return result
 
-    async def _begin(self, key: EpisodeKey, record: Record, hosted: HostedEpisode) -> None:
+    async def _begin(self, key: EpisodeKey, record: Record, entry: HostedEpisode) -> None:
         with raised_as(EpisodeFailed, "the environment cannot be created", ConfigError, KeyError, describe=error_line):
-            hosted.episode = (await self._maker_of(key, record)).make(record)
-        prompt = await self._with_episode_timeout(hosted, hosted.episode.begin(), "reset")
+            entry.episode = (await self._maker_of(key, record)).make(record)
+        prompt = await self._with_episode_timeout(entry, entry.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):
             raise EpisodeFailed(_NOT_REPRODUCIBLE)
 
     async def _step(
-        self, key: EpisodeKey, record: Record, hosted: HostedEpisode, text: str, turn_number: int, *, truncated: bool
+        self, key: EpisodeKey, record: Record, entry: HostedEpisode, text: str, turn_number: int, *, truncated: bool
     ) -> HostedStepResult:
-        assert hosted.episode is not None
+        assert entry.episode is not None
         last = turn_number >= self._limits.max_turns
         result: EnvStepResult = await self._with_episode_timeout(
-            hosted, hosted.episode.step(text, truncated=truncated, last=last), f"step {turn_number}"
+            entry, entry.episode.step(text, truncated=truncated, last=last), f"step {turn_number}"
         )
-        hosted.num_turns = turn_number
+        entry.num_turns = turn_number
         return await self._hosted_result(key, record, result)
 
     async def _hosted_result(self, key: EpisodeKey, record: Record, result: EnvStepResult) -> HostedStepResult:
@@ -335,19 +337,19 @@ class EpisodeHost:
         score = (await self._maker_of(key, record)).score
         assert score is not None
         try:
-            scored = await asyncio.get_running_loop().run_in_executor(self._score_thread, score, answer, record)
+            response = await asyncio.get_running_loop().run_in_executor(self._score_thread, score, answer, record)
         except RuntimeError as error:  # it is closed
             raise EpisodeFailed(error_line(error)) from error
-        return HostedStepResult(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
+        return HostedStepResult(ended=True, reward=response.reward, parts=response.parts, error=response.error)
 
-    async def _with_episode_timeout(self, hosted: HostedEpisode, request: Coroutine[Any, Any, T], label: str) -> T:
+    async def _with_episode_timeout(self, entry: HostedEpisode, request: Coroutine[Any, Any, T], label: str) -> T:
         """Await a request within the timeouts of a step and of the episode. Raises EpisodeFailed."""
         started_s = time.monotonic()
         try:
-            with hosted.programs.as_owner():
-                return await self._with_timeout(request, label, self._limits.episode_timeout_s - hosted.spent_s)
+            with entry.programs.as_owner():
+                return await self._with_timeout(request, label, self._limits.episode_timeout_s - entry.spent_s)
         finally:
-            hosted.spent_s += time.monotonic() - started_s
+            entry.spent_s += time.monotonic() - started_s
 
     async def _with_timeout(self, request: Coroutine[Any, Any, T], label: str, remaining_s: float = math.inf) -> T:
         """Await a request for up to environment.step_timeout_s, and no longer than `remaining_s`, the remaining seconds
@@ -373,25 +375,25 @@ class EpisodeHost:
         except Exception as error:
             raise EpisodeFailed(f"{label} raised: {error_with_location(error)}") from error
 
-    def _end(self, key: EpisodeKey, hosted: HostedEpisode, turns: tuple[str, ...], result: HostedStepResult) -> None:
+    def _end(self, key: EpisodeKey, entry: HostedEpisode, turns: tuple[str, ...], result: HostedStepResult) -> None:
         """Keep an episode's last result, and release its environment in the background."""
-        self._hosted.pop(key, None)
+        self._entries.pop(key, None)
         self._ended_results[key] = (turns, result)
         while len(self._ended_results) > MAX_ENDED_EPISODES:
             del self._ended_results[next(iter(self._ended_results))]
-        if hosted.episode is not None:
-            closing = asyncio.ensure_future(self._release(hosted, hosted.episode, with_close=not result.error))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        if entry.episode is not None:
+            release_task = asyncio.ensure_future(self._release(entry, entry.episode, with_close=not result.error))
+            self._release_tasks.add(release_task)
+            release_task.add_done_callback(self._release_tasks.discard)
 
-    async def _release(self, hosted: HostedEpisode, episode: Episode, *, with_close: bool) -> None:
+    async def _release(self, entry: HostedEpisode, episode: Episode, *, with_close: bool) -> None:
         try:
             if with_close:
                 with contextlib.suppress(EpisodeFailed):
                     await self._with_timeout(episode.close(), "close")
         finally:
             episode.kill()
-            hosted.programs.close()
+            entry.programs.close()
 
     async def _maker_of(self, key: EpisodeKey, record: Record) -> EpisodeMaker:
         """Return the maker of a task's episodes. Raises ConfigError."""

@@ -52,39 +52,43 @@ def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: En
     key = "task.eval_source" if is_eval_source else "task.source"
     task, limits = source.task, source.limits
     reference, options = (task.eval_source, source.eval_options) if is_eval_source else (task.source, source.options)
-    forks = ForkServer(ForkSettings(source=reference, options=dict(options), key=key, memory_mib=limits.memory_mib))
-    isolated = limits.isolation == "process"
+    fork_server = ForkServer(
+        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=limits.memory_mib)
+    )
+    is_isolated = limits.isolation == "process"
     if is_agent(reference):
-        return agent_maker(forks, endpoint, isolated=isolated)
+        return agent_maker(fork_server, endpoint, is_isolated=is_isolated)
     traits = traits_of(reference, key)
-    if isolated or traits.blocking:
-        forks.start()
+    if is_isolated or traits.blocking:
+        fork_server.start()
         return EpisodeMaker(
-            make=lambda record: ForkedEpisode(forks, start_of(record)), repeatable=traits.repeatable, close=forks.close
+            make=lambda record: ForkedEpisode(fork_server, start_of(record)),
+            repeatable=traits.repeatable,
+            close=fork_server.close,
         )
     environment = open_environment(reference, options, key)
     return EpisodeMaker(make=lambda record: environment.episode(start_of(record)), repeatable=traits.repeatable)
 
 
-def agent_maker(forks: ForkServer, endpoint: EndpointServer, *, isolated: bool) -> EpisodeMaker:
+def agent_maker(fork_server: ForkServer, endpoint: EndpointServer, *, is_isolated: bool) -> EpisodeMaker:
     """Build the maker of an agent's episodes. Raises ConfigError.
 
     Args:
-        forks: Fork server with the agent's settings. It is started only if episodes run in processes.
+        fork_server: Fork server with the agent's settings. It is started only if episodes run in processes.
         endpoint: The endpoint of agents.
-        isolated: Whether every episode runs in its own process. If not, coroutines run on the host's event loop.
+        is_isolated: Whether every episode runs in its own process. If not, coroutines run on the host's event loop.
     """
-    key, reference, options = forks.settings.key, forks.settings.source, forks.settings.options
+    key, reference, options = fork_server.settings.key, fork_server.settings.source, fork_server.settings.options
     agent: LoadedAgent = open_source(SourceType.AGENT, reference, options, f"{key} = {reference!r}")
-    if not (isolated or agent.blocking):
+    if not (is_isolated or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
-    forks.start()
+    fork_server.start()
 
     def make(record: Record) -> Episode:
         start = start_of(record)
 
         async def run(args: AgentArgs) -> Any:
-            episode = ForkedEpisode(forks, start)
+            episode = ForkedEpisode(fork_server, start)
             try:
                 await episode.begin()
                 result = await episode.step(json.dumps(args[:2]), truncated=False, last=False)
@@ -94,7 +98,7 @@ def agent_maker(forks: ForkServer, endpoint: EndpointServer, *, isolated: bool) 
 
         return AgentEpisode(endpoint, start, replace(agent, run=run))
 
-    return EpisodeMaker(make=make, repeatable=False, close=forks.close)
+    return EpisodeMaker(make=make, repeatable=False, close=fork_server.close)
 
 
 def tool_maker(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:

@@ -32,8 +32,8 @@ def open_game(name: str, options: Mapping[str, Any], label: str) -> Callable[[],
         trial = gymnasium.make(name, **arguments)
     try:
         for space_name, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
-            rendered = space_name == "observations" and trial.render_mode == "ansi"
-            if not rendered and (error := _text_error(space, actions=space_name == "actions")):
+            text = space_name == "observations" and trial.render_mode == "ansi"
+            if not text and (error := _text_error(space, actions=space_name == "actions")):
                 raise ConfigError(f"{label}: its {space_name} cannot be written as text: {error}")
     finally:
         trial.close()
@@ -61,10 +61,10 @@ class GymnasiumGame:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         try:
-            parsed = parse_action(self._env.action_space, action)
+            parsed_action = parse_action(self._env.action_space, action)
         except ValueError:
             return f"This is not a valid action. {_describe_action(self._env.action_space)}", 0.0, False, False, {}
-        observation, reward, terminated, truncated, _ = self._env.step(parsed)
+        observation, reward, terminated, truncated, _ = self._env.step(parsed_action)
         return self._text(observation), float(reward), bool(terminated), bool(truncated), {}
 
     def close(self) -> None:
@@ -73,10 +73,10 @@ class GymnasiumGame:
     def _text(self, observation: Any) -> str:
         if self._env.render_mode != "ansi":
             return format_observation(self._env.observation_space, observation)
-        rendered = COLORED_TEXT.sub(r"[\1]", str(self._env.render())).strip("\n")
+        text = COLORED_TEXT.sub(r"[\1]", str(self._env.render())).strip("\n")
         if _text_error(self._env.observation_space, actions=False):
-            return rendered
-        return f"{rendered}\n{format_observation(self._env.observation_space, observation)}"
+            return text
+        return f"{text}\n{format_observation(self._env.observation_space, observation)}"
 
 
 def format_observation(space: Any, value: Any) -> str:

@@ -47,5 +47,5 @@ def check_options(options: Mapping[str, Any], option_types: Mapping[str, tuple[t
         if option not in option_types:
             raise ConfigError(f"{label}: task.options.{option}: unknown; there are {', '.join(option_types)}")
         if not isinstance(value, option_types[option]) or isinstance(value, bool):
-            expected = " or ".join(TYPE_NAMES[type_] for type_ in option_types[option])
-            raise ConfigError(f"{label}: task.options.{option} = {value!r} must be {expected}")
+            expected_types = " or ".join(TYPE_NAMES[type_] for type_ in option_types[option])
+            raise ConfigError(f"{label}: task.options.{option} = {value!r} must be {expected_types}")

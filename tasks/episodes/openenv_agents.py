@@ -134,17 +134,17 @@ def parse_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     {'message': 'go'}
     """
     try:
-        parsed = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        parsed = text.strip()
-    if isinstance(parsed, dict):
-        return parsed
-    required = schema.get("required", ())
-    if len(required) != 1:
-        raise BadAction(f"an action has the fields {', '.join(required)}; write a JSON object with them")
-    (name,) = required
+        value = text.strip()
+    if isinstance(value, dict):
+        return value
+    required_names = schema.get("required", ())
+    if len(required_names) != 1:
+        raise BadAction(f"an action has the fields {', '.join(required_names)}; write a JSON object with them")
+    (name,) = required_names
     is_text = schema.get("properties", {}).get(name, {}).get("type", "string") == "string"
-    return {name: text.strip() if is_text else parsed}
+    return {name: text.strip() if is_text else value}
 
 
 async def _action_schema(url: str) -> Mapping[str, Any]:

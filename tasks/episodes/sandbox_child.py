@@ -100,10 +100,10 @@ def run(code: str) -> int:
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         tree = ast.parse(code, "code")
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last_statement = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, "code", "exec"), names)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), "code", "eval"), names)
+        if isinstance(last_statement, ast.Expr):
+            value = eval(compile(ast.Expression(last_statement.value), "code", "eval"), names)
             if value is not None:
                 sys.stdout.write(f"{value!r}\n")
     except SystemExit:

@@ -24,9 +24,9 @@ def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows) -> 
 
     if name not in registry:
         raise ConfigError(f"{label}: skyrl_gym has no environment {name!r}; there are {', '.join(sorted(registry))}")
-    if unknown := set(options) - {"rows", "env_config"}:
+    if unknown_options := set(options) - {"rows", "env_config"}:
         raise ConfigError(
-            f"{label}: task.options.{min(unknown)}: unknown; there are rows, the data set, and env_config"
+            f"{label}: task.options.{min(unknown_options)}: unknown; there are rows, the data set, and env_config"
         )
     rows = RowSource(data, Columns(answer=""), f"{label}: rows")
 

@@ -10,9 +10,10 @@ from staleflow.tasks.rendering.task_source import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """Identifies an episode: index of the task among training or held-out tasks, member of the group, and attempt."""
+    """Identifies an episode by its group, its member number in the group, and the attempt. held_out: whether it is of
+    an evaluation."""
 
-    task: int
+    group: int
     held_out: bool = False
     member: int = 0
     attempt: int = 0
@@ -35,7 +36,7 @@ class HostedStepResult:
     ended, and its reward is not used."""
     lost: bool = False
     """Whether the only error is that this host does not have the episode and cannot repeat it: it must be restarted."""
-    seconds: float = 0.0
+    environment_s: float = 0.0
     """Seconds of the environment for this step, without the wait for a slot."""
     waited_s: float = 0.0
     """Seconds that the step waited for one of the environment.concurrency slots."""

@@ -121,8 +121,8 @@ async def _call_user_tool(server: ForkServer, arguments: str, timeout_s: float, 
             result = await episode.step(arguments, truncated=False, last=False)
     except TimeoutError:
         return f"error: stopped after {timeout_s:.3g} s"
-    except EpisodeFailed as failed:
-        return f"error: {failed}"
+    except EpisodeFailed as error:
+        return f"error: {error}"
     finally:
         episode.kill()
     return result.messages[0].content
@@ -148,9 +148,9 @@ async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> N
         if tool.server is not None:
             await asyncio.to_thread(tool.server.start)
             continue
-        argument, expected = tool.self_test
+        argument, expected_output = tool.self_test
         output = await tool.run(argument, config.step_timeout_s, config)
-        if output != expected:
+        if output != expected_output:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
                 f"{argument} gave {' '.join(output.split())!r}; raise environment.memory_mib, or remove it"

@@ -97,9 +97,9 @@ class TemplateBridge:
         """The role that the template knows messages of this role as. Raises ConfigError if they cannot follow a turn in
         it without a change to what comes before them."""
         if role not in self._role_cache:
-            known = "user" if role in OBSERVED or not self._holds(role) else role
-            self._try(known)
-            self._role_cache[role] = known
+            known_role = "user" if role in OBSERVED or not self._holds(role) else role
+            self._try(known_role)
+            self._role_cache[role] = known_role
         return self._role_cache[role]
 
     def _holds(self, role: str) -> bool:
@@ -144,8 +144,8 @@ class RendererBridge:
                 self._fallback.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        bridged = self._bridge_tokens(before, turn, messages)
-        return self._fallback.ids(before, turn, messages, number) if bridged is None else bridged
+        bridge_tokens = self._bridge_tokens(before, turn, messages)
+        return self._fallback.ids(before, turn, messages, number) if bridge_tokens is None else bridge_tokens
 
     def _bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]
@@ -156,7 +156,7 @@ class RendererBridge:
             rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), chat)
         except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
             return None
-        past = [*before, *turn]
-        if rendered is None or list(rendered.token_ids[: len(past)]) != past:
+        context_tokens = [*before, *turn]
+        if rendered is None or list(rendered.token_ids[: len(context_tokens)]) != context_tokens:
             return None
-        return list(rendered.token_ids[len(past) :])
+        return list(rendered.token_ids[len(context_tokens) :])

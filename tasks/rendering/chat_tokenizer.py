@@ -135,9 +135,9 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        added = [int(id) for id in settings.get("added_tokens_decoder", {})]
+        added_ids = [int(id) for id in settings.get("added_tokens_decoder", {})]
         needs_transformers = settings.get("clean_up_tokenization_spaces") or any(
-            tokenizer.id_to_token(i) is None for i in added
+            tokenizer.id_to_token(i) is None for i in added_ids
         )
     except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
         return None
@@ -150,11 +150,11 @@ def split_by_token(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]
     parts = []
     for i in range(len(tokens)):
         start = max(0, i - LOOK_BACK)
-        before = detokenizer.text(tokens[start:i], special=True)
-        until = detokenizer.text(tokens[start : i + 1], special=True)
+        text_before = detokenizer.text(tokens[start:i], special=True)
+        text_through = detokenizer.text(tokens[start : i + 1], special=True)
         # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
-        complete = before.rstrip("\ufffd")
-        parts.append("" if until.endswith("\ufffd") else until[len(complete) :])
+        complete = text_before.rstrip("\ufffd")
+        parts.append("" if text_through.endswith("\ufffd") else text_through[len(complete) :])
     return parts
 
 

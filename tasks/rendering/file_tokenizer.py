@@ -22,17 +22,17 @@ class FileTokenizer:
         import tokenizers
 
         self._folder = folder
-        self._full: Any = None
+        self._transformers_tokenizer: Any = None
         file = folder / "tokenizer.json"
         problem = f"model.path = {str(folder)!r}: its tokenizer cannot be loaded"
         with raised_as(ConfigError, problem, Exception, remedy="copy the model again"):  # the package's own
-            self._fast: Any = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
+            self._fast_tokenizer: Any = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        if self._fast is None:
+        if self._fast_tokenizer is None:
             encoding: dict[str, list[int]] = self._loaded()(text, add_special_tokens=add_special_tokens)
             return encoding
-        return {"input_ids": self._fast.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": self._fast_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """The text of a conversation, as by transformers' method of this name."""
@@ -42,50 +42,53 @@ class FileTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options.pop("tokenize", None)
-        rendered = render_jinja_template([list(messages)], chat_template=template, **options, **_special(self._folder))
-        return str(rendered[0][0])
+        texts = render_jinja_template(
+            [list(messages)], chat_template=template, **options, **_special_tokens(self._folder)
+        )
+        return str(texts[0][0])
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        if self._fast is None:
+        if self._fast_tokenizer is None:
             return str(self._loaded().decode(tokens, skip_special_tokens=skip_special_tokens))
-        return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        return str(self._fast_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     @property
     def unknown_id(self) -> int:
         """Id of the token for text outside the vocabulary; -1 if there is none."""
-        if self._fast is None:
+        if self._fast_tokenizer is None:
             token_id = self._loaded().unk_token_id
         else:
-            name = getattr(self._fast.model, "unk_token", None)
-            token_id = None if name is None else self._fast.token_to_id(name)
+            name = getattr(self._fast_tokenizer.model, "unk_token", None)
+            token_id = None if name is None else self._fast_tokenizer.token_to_id(name)
         return -1 if token_id is None else int(token_id)
 
     @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a text."""
-        token = _special(self._folder).get("eos_token")
-        fast = self._fast is not None and token is not None
-        end: int | None = self._fast.token_to_id(token) if fast else self._loaded().eos_token_id
+        token = _special_tokens(self._folder).get("eos_token")
+        uses_fast = self._fast_tokenizer is not None and token is not None
+        end: int | None = self._fast_tokenizer.token_to_id(token) if uses_fast else self._loaded().eos_token_id
         return end
 
     def get_vocab(self) -> dict[str, int]:
         """The id of each token, as by transformers' method of this name."""
-        vocabulary: dict[str, int] = (self._loaded() if self._fast is None else self._fast).get_vocab()
+        tokenizer = self._loaded() if self._fast_tokenizer is None else self._fast_tokenizer
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
         return vocabulary
 
     def __len__(self) -> int:
         """Size of the vocabulary."""
-        return len(self._loaded()) if self._fast is None else int(self._fast.get_vocab_size())
+        return len(self._loaded()) if self._fast_tokenizer is None else int(self._fast_tokenizer.get_vocab_size())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded(), name)
 
     def _loaded(self) -> Any:
-        if self._full is None:
+        if self._transformers_tokenizer is None:
             from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 
-            self._full = load_tokenizer(str(self._folder))
-        return self._full
+            self._transformers_tokenizer = load_tokenizer(str(self._folder))
+        return self._transformers_tokenizer
 
 
 def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[str, int]) -> None:
@@ -96,12 +99,13 @@ def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[st
         policy: The ids of the policy's tokens.
         other: Those of the model's.
     """
-    differing = [(number, token) for token, number in policy.items() if other.get(token) != number]
-    if differing:
-        number, token = min(differing)
+    differing_tokens = [(number, token) for token, number in policy.items() if other.get(token) != number]
+    if differing_tokens:
+        number, token = min(differing_tokens)
         raise ConfigError(
-            f"{subject}: {len(differing)} of the {len(policy)} tokens of model.path have another id there or none, the "
-            f"first is {number}, {shown(token)}; name a model with the policy's tokenizer, such as a checkpoint"
+            f"{subject}: {len(differing_tokens)} of the {len(policy)} tokens of model.path have another id there or "
+            f"none, the first is {number}, {shown(token)}; name a model with the policy's tokenizer, such as a "
+            "checkpoint"
         )
 
 
@@ -118,7 +122,7 @@ def chat_template(folder: Path) -> str | None:
     return template or ""
 
 
-def _special(folder: Path) -> dict[str, str]:
+def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that a chat template may use, by name."""
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))

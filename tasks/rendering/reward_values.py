@@ -39,11 +39,12 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
         reward, parts = result
     if len(parts) > MAX_PARTS:
         raise InvalidReward(f"the reward has {len(parts)} parts; at most {MAX_PARTS} are kept")
-    names = [_name(name) for name in parts]
-    numbers = {
-        name: _number(part, f"part {name} of the reward") for name, part in zip(names, parts.values(), strict=True)
+    names = [_parse_name(name) for name in parts]
+    part_values = {
+        name: _parse_number(part, f"part {name} of the reward")
+        for name, part in zip(names, parts.values(), strict=True)
     }
-    return _number(reward, "the reward"), numbers
+    return _parse_number(reward, "the reward"), part_values
 
 
 def describe_error(error: BaseException) -> str:
@@ -51,8 +52,8 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in frames if not _is_own_file(f.filename)), None)
     # The file of a function that was pickled by value is not known.
-    where = "" if frame is None else frame.name if frame.filename == PICKLED_FILE else Path(frame.filename).name
-    line = "" if frame is None else f" ({where}, line {frame.lineno})"
+    location = "" if frame is None else frame.name if frame.filename == PICKLED_FILE else Path(frame.filename).name
+    line = "" if frame is None else f" ({location}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{line}"
 
 
@@ -72,15 +73,15 @@ class WeightedSum:
         for name, reward in self._rewards.items():
             try:
                 parts[name], inner_parts = parse_reward(reward(answer, record))
-            except InvalidReward as invalid:
-                raise InvalidReward(f"part {name}: {invalid}") from invalid
+            except InvalidReward as reward_error:
+                raise InvalidReward(f"part {name}: {reward_error}") from reward_error
             except Exception as error:  # a user's function may raise anything
                 raise InvalidReward(f"part {name}: {describe_error(error)}") from error
             parts |= {f"{name}.{key}": value for key, value in inner_parts.items()}
         return sum(weight * parts[name] for name, weight in self._weights.items()), parts
 
 
-def _name(value: object) -> str:
+def _parse_name(value: object) -> str:
     """The name of a reward's part, one short line: it is shown in terminals and logs."""
     name = str(value)
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
@@ -91,7 +92,7 @@ def _name(value: object) -> str:
     return name
 
 
-def _number(value: Any, label: str) -> float:
+def _parse_number(value: Any, label: str) -> float:
     problem = f"{label} is {shown(value)}; it must be a number"
     if isinstance(value, (str, bytes, bytearray)):  # which float() would read
         raise InvalidReward(problem)

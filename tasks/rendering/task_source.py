@@ -133,9 +133,9 @@ def draw_tasks(
     while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_S):
         started_s = time.monotonic()
         tasks.append(source.task(indices[len(tasks)], held_out=held_out))
-    if remaining := indices[len(tasks) :]:
-        with ThreadPoolExecutor(min(concurrency, len(remaining)), thread_name_prefix="draw") as threads:
-            tasks += threads.map(lambda index: source.task(index, held_out=held_out), remaining)
+    if remaining_indices := indices[len(tasks) :]:
+        with ThreadPoolExecutor(min(concurrency, len(remaining_indices)), thread_name_prefix="draw") as threads:
+            tasks += threads.map(lambda index: source.task(index, held_out=held_out), remaining_indices)
     return tasks
 
 
@@ -145,11 +145,11 @@ def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> l
     limit = count * DRAWS_PER_PROMPT if source.num_held_out is None else min(count, source.num_held_out)
     by_identity: dict[tuple[Prompt, int | None], Task] = {}
     num_drawn = 0
-    while (missing := min(count - len(by_identity), limit - num_drawn)) > 0:
-        indices = range(num_drawn, num_drawn + missing)
+    while (num_missing := min(count - len(by_identity), limit - num_drawn)) > 0:
+        indices = range(num_drawn, num_drawn + num_missing)
         for task in draw_tasks(source, indices, held_out=True, concurrency=concurrency):
             by_identity.setdefault(task.identity, task)
-        num_drawn += missing
+        num_drawn += num_missing
     return list(by_identity.values())
 
 

@@ -71,9 +71,9 @@ class Knob:
                 return f"= {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits"
             if not math.isfinite(value):
                 return f"= {value!r} must be finite"
-            below = self.low is not None and value < self.low
-            beyond = self.high is not None and value > self.high
-            if below or beyond or (self.above is not None and value <= self.above):
+            is_too_low = self.low is not None and value < self.low
+            is_too_high = self.high is not None and value > self.high
+            if is_too_low or is_too_high or (self.above is not None and value <= self.above):
                 return f"= {value!r} is out of range; it must be {self.limits}"
         return ""
 
@@ -144,8 +144,8 @@ def knob(
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {error}")
     metadata = {METADATA: spec}
     if isinstance(default, (dict, list)):
-        kept = copy.copy(default)
-        return field(default_factory=lambda: copy.copy(kept), metadata=metadata)
+        default_copy = copy.copy(default)
+        return field(default_factory=lambda: copy.copy(default_copy), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -154,15 +154,15 @@ def parameter(default: Any = None) -> Any:
     return field(default=default, metadata={PARAMETER: True})
 
 
-def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
+def spec_of(field: dataclasses.Field[Any]) -> Knob | None:
     """Return the Knob of a dataclass field; None if it is not a knob."""
-    return declared.metadata.get(METADATA)
+    return field.metadata.get(METADATA)
 
 
-def default_of(declared: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
     """Return the default value of a dataclass field."""
-    factory = declared.default_factory
-    return declared.default if factory is dataclasses.MISSING else factory()
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:
@@ -197,15 +197,15 @@ def read(cls: type[Any], tree: object, source: str, prefix: str = "", root: type
     """
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
-    root, known = root or cls, keys_of(cls)
+    root, knobs = root or cls, keys_of(cls)
     read_values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if reason := getattr(cls, "REFUSED", {}).get(name):
             raise ConfigError(f"{source}: {key} is not supported: {reason}")
-        if name not in known:
-            raise ConfigError(f"{source}: unknown key {shown(key)[1:-1]}; {_suggest(str(name), known, prefix, root)}")
-        hint, spec = known[name]
+        if name not in knobs:
+            raise ConfigError(f"{source}: unknown key {shown(key)[1:-1]}; {_suggest(str(name), knobs, prefix, root)}")
+        hint, spec = knobs[name]
         if spec is None:
             read_values[name] = hint(**read(hint, value, source, f"{key}.", root))
         else:
@@ -215,19 +215,19 @@ def read(cls: type[Any], tree: object, source: str, prefix: str = "", root: type
 
 def keys_of(cls: type[Any]) -> dict[str, tuple[Any, Knob | None]]:
     """Return the keys of a dataclass that a job file may set: by name, the type and the Knob; None for a table."""
-    declared = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    hints = typing.get_type_hints(cls) if declared else {}
-    tables = {f.name for f in declared if dataclasses.is_dataclass(hints[f.name]) and PARAMETER not in f.metadata}
-    return {f.name: (hints[f.name], spec_of(f)) for f in declared if spec_of(f) or f.name in tables}
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    hints = typing.get_type_hints(cls) if fields else {}
+    tables = {f.name for f in fields if dataclasses.is_dataclass(hints[f.name]) and PARAMETER not in f.metadata}
+    return {f.name: (hints[f.name], spec_of(f)) for f in fields if spec_of(f) or f.name in tables}
 
 
-def _suggest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
+def _suggest(name: str, knobs: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
     """Suggest a replacement for an unknown key: a similar key of the same table, or the same name in another table."""
-    if matches := difflib.get_close_matches(name, known, n=1):
+    if matches := difflib.get_close_matches(name, knobs, n=1):
         return f"did you mean {prefix}{matches[0]}?"
     if elsewhere := dict.fromkeys(key for key in all_keys(root, "") if key.rpartition(".")[2] == name):
         return f"did you mean {' or '.join(elsewhere)}?"
-    return f"known here: {', '.join(known) or 'none'}"
+    return f"known here: {', '.join(knobs) or 'none'}"
 
 
 def all_keys(cls: type[Any], prefix: str) -> Iterator[str]:
@@ -277,11 +277,11 @@ def _check_value(value: Any, hint: Any, spec: Knob, label: str) -> Any:
 def refuse_large(value: object, label: str) -> None:
     """Raise ConfigError for an integer in a free-form table that is too large for TOML and stores."""
     if isinstance(value, Mapping):
-        for key, nested in value.items():
-            refuse_large(nested, f"{label}.{key}")
+        for key, entry in value.items():
+            refuse_large(entry, f"{label}.{key}")
     elif isinstance(value, list):
-        for nested in value:
-            refuse_large(nested, label)
+        for entry in value:
+            refuse_large(entry, label)
     elif isinstance(value, int) and abs(value) > MAX_INT:
         raise ConfigError(f"{label} = {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
 

@@ -128,8 +128,8 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.label} {name!r} is registered already: {self._entries[name]}")
             if not issubclass(entry, self.contract) or "__dataclass_fields__" not in vars(entry):
                 raise TypeError(f"{self.label} {name!r} must be a dataclass derived from {self.contract.__name__}")
-            if missing := self.missing(entry):
-                raise TypeError(f"{self.label} {name!r} lacks {', '.join(missing)}")
+            if missing_names := self.missing(entry):
+                raise TypeError(f"{self.label} {name!r} lacks {', '.join(missing_names)}")
             entry.name = name
             self._entries[name] = entry
             return entry
@@ -151,9 +151,9 @@ class Registry(Generic[T]):
         `values`. Raises ConfigError if user code cannot be loaded or constructed."""
         if isinstance(entry, UserCode):
             return self._make_user_code(entry, values or {})
-        filled = {f.name: (values or {})[f.name] for f in parameters(entry)}
-        configured: T = dataclasses.replace(entry, **filled)  # type: ignore[type-var]  # each entry is a dataclass
-        return configured
+        parameter_values = {f.name: (values or {})[f.name] for f in parameters(entry)}
+        result: T = dataclasses.replace(entry, **parameter_values)  # type: ignore[type-var]  # each entry is a dataclass
+        return result
 
     def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
         label = f"{self.key} = {entry.name!r}"
@@ -163,8 +163,8 @@ class Registry(Generic[T]):
         knobs = read(code, entry.knobs, label, f"{self.key}.")
         if entry.kind == "class":
             code = self._construct(code, {**values, **knobs}, values, label)
-        configured: T = dataclasses.replace(entry, code=code)
-        return configured
+        result: T = dataclasses.replace(entry, code=code)
+        return result
 
     def _construct(self, cls: Any, arguments: Mapping[str, Any], values: Mapping[str, Any], label: str) -> Any:
         """Construct a user's class with those of `arguments` that it takes. Raises ConfigError. values: the arguments
@@ -177,14 +177,14 @@ class Registry(Generic[T]):
                     raise ConfigError(
                         f"{label}: unknown parameter {param.name}; available: {', '.join(values) or 'nothing'}"
                     )
-            configured = cls(**{name: arguments[name] for name in signature if name in arguments})
+            result = cls(**{name: arguments[name] for name in signature if name in arguments})
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{label}: cannot be constructed: {with_type(error)}") from error
-        if missing := self.missing(configured):
-            raise ConfigError(f"{label}: it lacks {', '.join(missing)}; docs/extending.md has an example")
-        return configured
+        if missing_names := self.missing(result):
+            raise ConfigError(f"{label}: it lacks {', '.join(missing_names)}; docs/extending.md has an example")
+        return result
 
     def missing(self, entry: object) -> list[str]:
         """Return the members of the contract that a class or object lacks."""
@@ -253,11 +253,11 @@ class Choice(Knob):
 
     def _unknown(self, knob: str, name: str, key: str) -> str:
         """Return an error text for a knob that the entry `name` does not have, with a suggestion."""
-        registry, known = self.registry, keys_of(self.registry.find(name))
+        registry, knobs = self.registry, keys_of(self.registry.find(name))
         if other_names := registry.with_knob(knob):
-            return f"a knob of {', '.join(other_names)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
-        matches = difflib.get_close_matches(knob, ("name", *known), n=1)
-        hint = f"did you mean {key}.{matches[0]}?" if matches else f"it has {', '.join(known) or 'none'}"
+            return f"a knob of {', '.join(other_names)}; {key}.name is {name}, which has {', '.join(knobs) or 'none'}"
+        matches = difflib.get_close_matches(knob, ("name", *knobs), n=1)
+        hint = f"did you mean {key}.{matches[0]}?" if matches else f"it has {', '.join(knobs) or 'none'}"
         return f"the {registry.label} {name} has no such knob; {hint}"
 
     def keys(self, key: str) -> Iterator[str]:
@@ -269,5 +269,5 @@ class Choice(Knob):
 def choice(registry: Registry[T], default: str, doc: str) -> T:
     """Declare a field whose value is an entry of a registry."""
     spec = Choice(doc=doc, registry=registry, default=default)
-    declared: T = field(default=registry.find(default)(), metadata={METADATA: spec})
-    return declared
+    choice_field: T = field(default=registry.find(default)(), metadata={METADATA: spec})
+    return choice_field

@@ -177,9 +177,9 @@ def forms(*types: SourceType) -> str:
 
 def all_forms() -> str:
     """Return the syntax of all kinds, for messages; kinds of installed packages as `KIND:NAME`."""
-    added = "".join(f"{name}:NAME, " for name in extensions.entry_points_of(GROUP) if name not in KINDS)
+    package_forms = "".join(f"{name}:NAME, " for name in extensions.entry_points_of(GROUP) if name not in KINDS)
     return (
-        f"{forms(SourceType.PROCEDURAL, SourceType.ROWS)}, {added}an environment of many turns "
+        f"{forms(SourceType.PROCEDURAL, SourceType.ROWS)}, {package_forms}an environment of many turns "
         f"({forms(SourceType.ENVIRONMENT)}), an agent that asks over HTTP ({forms(SourceType.AGENT)})"
     )
 

@@ -155,12 +155,12 @@ class DatasetRows:
         folder = Path(name).expanduser()
         if name.startswith((".", "/", "~")) and not folder.exists():
             raise ConfigError(f"{label}: no such folder")
-        saved = any((folder / file).is_file() for file in SAVED)
-        if saved and arguments:
+        is_saved = any((folder / file).is_file() for file in SAVED)
+        if is_saved and arguments:
             raise ConfigError(f"{label}: a saved folder has no option {', '.join(arguments)}, only split")
         datasets.disable_progress_bars()  # they would be drawn across the live view
         try:
-            dataset = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **arguments)
+            dataset = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(name, **arguments)
             if isinstance(dataset, Mapping):
                 split_name = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
                 if split_name not in dataset:
@@ -226,10 +226,10 @@ class RowSource:
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
         prompts = held_out_prompts(evaluation or self, num_held_out)
-        repeated = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
-        if not repeated:
+        rows = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
+        if not rows:
             return self
-        if len(repeated) == len(self._train):
+        if len(rows) == len(self._train):
             if evaluation is None and not num_held_out:
                 return self  # no row is evaluated
             theirs, remedy = "task.eval_source", ""
@@ -240,8 +240,8 @@ class RowSource:
                 f"{self._label}: each training row has the prompt of {theirs}; add rows with other prompts{remedy}"
             )
         other = copy.copy(self)
-        other._train = [row for row in self._train if row not in repeated]
-        notice_start = f"{len(repeated)} of {len(self._rows)} rows of {self._label} are "
+        other._train = [row for row in self._train if row not in rows]
+        notice_start = f"{len(rows)} of {len(self._rows)} rows of {self._label} are "
         other.held_out_notice = (
             f"{notice_start}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out "
             "rows"

@@ -76,21 +76,21 @@ class EvaluationItems:
         return items[(-1 - group) % len(items)]
 
     def _items_of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
-        numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
+        sample_numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
         return [
             EvaluationItem(
                 eval_set=eval_set,
-                prompt=number,
+                prompt=prompt_number,
                 sample=sample,
                 tokens=self._prompts.encode(task),
                 record=record,
                 digest=short_digest(repr(task.identity)),
             )
-            for number, task in enumerate(self._tasks(eval_set))
+            for prompt_number, task in enumerate(self._tasks(eval_set))
             for record in (
                 task.record if eval_set.uses_run_reward else EvaluationRecord.with_label(eval_set.name, task.record),
             )
-            for sample in numbers
+            for sample in sample_numbers
         ]
 
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:

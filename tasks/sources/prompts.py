@@ -237,8 +237,8 @@ class TokenizedPrompts:
         if params.token_ids is not None:
             return params.token_ids
         if self._task_config.chat:
-            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            *before, last_message = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last_message._replace(content=template.format(prompt=last_message.content))]
             if self._task_config.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._task_config.system))
             return self._tokenizer.chat_ids(messages, params.tools)

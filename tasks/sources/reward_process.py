@@ -112,32 +112,32 @@ class Scorer:
         self._num_requests += len(items)
         messages = [encode_message((number, *item)) for number, item in enumerate(items, first)]
         scores: list[ScoredResponse] = []
-        sent = 0
+        num_sent = 0
         while len(scores) < len(messages):
             try:
-                if sent == len(scores) and self._process is not None and self._process.poll() is not None:
+                if num_sent == len(scores) and self._process is not None and self._process.poll() is not None:
                     self._stop()  # it died while idle: no row is to blame
                 process = self._ensure_process()
                 assert process.stdin is not None and process.stdout is not None
-                while sent < len(messages) and (
-                    sent == len(scores) or sum(map(len, messages[len(scores) : sent + 1])) <= AHEAD_BYTES
+                while num_sent < len(messages) and (
+                    num_sent == len(scores) or sum(map(len, messages[len(scores) : num_sent + 1])) <= AHEAD_BYTES
                 ):
-                    process.stdin.write(messages[sent])
-                    sent += 1
+                    process.stdin.write(messages[num_sent])
+                    num_sent += 1
                 process.stdin.flush()
                 number, reward, parts, problem = _read(process.stdout, self._settings.reward.timeout_s)
                 if number == first + len(scores):
                     scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
                     continue
                 error = "the reward process answered another request; does it fork and return in both processes?"
-            except TimeoutError as late:
-                error = str(late) or f"the reward took longer than {self._settings.reward.timeout_s:g} s"
-            except (EOFError, OSError) as died:
-                error = f"the reward process died: {died or 'no message'}"
+            except TimeoutError as exception:
+                error = str(exception) or f"the reward took longer than {self._settings.reward.timeout_s:g} s"
+            except (EOFError, OSError) as exception:
+                error = f"the reward process died: {exception or 'no message'}"
             self._refuse_if_closed()
             self._stop()
             scores.append(ScoredResponse(reward=0.0, error=error))
-            sent = len(scores)  # later requests are sent again, to a new process
+            num_sent = len(scores)  # later requests are sent again, to a new process
         return scores
 
     def _refuse_if_closed(self) -> None:
@@ -218,10 +218,10 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
             reward_of, pattern = rewards[record.label if isinstance(record, LabelledRecord) else ""]
             reward, parts = parse_reward(reward_of(extract_answer(pattern, response), record))
             problem = ""
-        except InvalidReward as refused:
-            reward, parts, problem = 0.0, {}, str(refused)
-        except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
-            reward, parts, problem = 0.0, {}, describe_error(raised)
+        except InvalidReward as exception:
+            reward, parts, problem = 0.0, {}, str(exception)
+        except (Exception, SystemExit) as exception:  # noqa: BLE001  a user's function may raise anything
+            reward, parts, problem = 0.0, {}, describe_error(exception)
         _write(replies, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
 
 
@@ -229,17 +229,17 @@ def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
     """What scores a response, and the pattern of its answer, by the label of its record. Raises ConfigError."""
     reward, rewards = settings.reward, {}
     if not settings.sources:
-        built = settings.source.build()
-        rewards[""] = make_reward(reward.function, built, reward.parts), settings.source.task.answer_pattern
-    for named in settings.sources:
-        source = named.settings.build()
-        if named.reward:
-            reward_function = make_reward(named.reward, source, key=f"task.sources.{named.name}.reward")
+        job_source = settings.source.build()
+        rewards[""] = make_reward(reward.function, job_source, reward.parts), settings.source.task.answer_pattern
+    for entry in settings.sources:
+        source = entry.settings.build()
+        if entry.reward:
+            reward_function = make_reward(entry.reward, source, key=f"task.sources.{entry.name}.reward")
         else:
             reward_function = make_reward(reward.function, source, reward.parts)
-        rewards[named.name] = reward_function, named.settings.task.answer_pattern
+        rewards[entry.name] = reward_function, entry.settings.task.answer_pattern
     for eval_set in settings.sets:
-        source = eval_set.build() if eval_set.config.source else built
+        source = eval_set.build() if eval_set.config.source else job_source
         reward_function = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")
         rewards[eval_set.name] = reward_function, settings.source.task.answer_pattern
     return rewards

@@ -251,8 +251,8 @@ def make_source(
     label = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.PROCEDURAL:
-        opened: TaskSource = kind.open(name, options, seed, key, label=label)
-        return opened
+        task_source: TaskSource = kind.open(name, options, seed, key, label=label)
+        return task_source
     if kind is not None and kind.type is SourceType.ROWS:
         return RowSource(open_source(kind.type, source, options, label), columns or Columns(), label, use)
     if source == "emulated":

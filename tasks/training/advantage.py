@@ -78,12 +78,12 @@ class UserAdvantage(UserCode, Advantage):
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
         function = self.code or load(self.name, ADVANTAGES.key)
-        where = f"{ADVANTAGES.key} = {self.name!r}"
-        with raised_as(ConfigError, f"{where} raised", Exception, SystemExit, describe=with_type):
+        setting = f"{ADVANTAGES.key} = {self.name!r}"
+        with raised_as(ConfigError, f"{setting} raised", Exception, SystemExit, describe=with_type):
             estimates = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
         if estimates.shape != rewards.shape or not np.isfinite(estimates[valid]).all():
             mistake = f"shape {estimates.shape}" if estimates.shape != rewards.shape else "a number that is not finite"
-            raise ConfigError(f"{where}: returned {mistake}; it must return {rewards.shape} finite numbers")
+            raise ConfigError(f"{setting}: returned {mistake}; it must return {rewards.shape} finite numbers")
         return estimates
 
 
@@ -171,5 +171,4 @@ def _centered(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.i
     of equal rewards, where rounding errors would otherwise be scaled up to advantages."""
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    counted = valid & has_signal(rewards, valid)[:, None]
-    return np.where(counted, rewards - mean, 0.0), count
+    return np.where(valid & has_signal(rewards, valid)[:, None], rewards - mean, 0.0), count

@@ -19,11 +19,11 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
 
     reward: the names of the reward functions in the job file, for the message.
     """
-    errors = [t for t in batch if t.error]
-    if len(errors) > max_error_share * len(batch):
+    failed_trajectories = [t for t in batch if t.error]
+    if len(failed_trajectories) > max_error_share * len(batch):
         raise ConfigError(
-            f"{reward}: failed on {len(errors)} of {len(batch)} responses of step {step} (limit: "
-            f"reward.max_error_share = {max_error_share:g}); first: {errors[0].error}"
+            f"{reward}: failed on {len(failed_trajectories)} of {len(batch)} responses of step {step} (limit: "
+            f"reward.max_error_share = {max_error_share:g}); first: {failed_trajectories[0].error}"
         )
     if len(batch) % group_size or any(
         len({t.group for t in batch[i : i + group_size]}) > 1 for i in range(0, len(batch), group_size)
@@ -37,10 +37,10 @@ def consumed_rows(
     """The trajectories of a batch as stored rows with their advantages, in the order of the batch."""
     rewards, valid = _rewards(batch, group_size)
     lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
-    estimate = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
+    advantages = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
     return [
         EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
-        for t, a in zip(batch, estimate, strict=True)
+        for t, a in zip(batch, advantages, strict=True)
     ]
 
 
@@ -51,34 +51,34 @@ def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[A
     return rewards, valid
 
 
-def batch_metrics(consumed: Sequence[EndedTrajectory], group_size: int) -> dict[str, float]:
+def batch_metrics(batch: Sequence[EndedTrajectory], group_size: int) -> dict[str, float]:
     """Metrics of a consumed batch, by name (see stores/metrics.py)."""
-    rewards, valid = _rewards([e.trajectory for e in consumed], group_size)
-    lengths = np.asarray([e.trajectory.num_sampled for e in consumed])
-    turns = np.asarray([len(e.trajectory.turns) for e in consumed])
-    staleness = np.asarray([e.staleness for e in consumed])
-    parts: dict[str, list[float]] = {}
-    for row in consumed:
+    rewards, valid = _rewards([e.trajectory for e in batch], group_size)
+    lengths = np.asarray([e.trajectory.num_sampled for e in batch])
+    turns = np.asarray([len(e.trajectory.turns) for e in batch])
+    staleness = np.asarray([e.staleness for e in batch])
+    part_values: dict[str, list[float]] = {}
+    for row in batch:
         for name, value in row.trajectory.reward_parts.items() if row.loss_mask else ():
-            parts.setdefault(f"{REWARD_PART_PREFIX}{name}", []).append(value)
-    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
+            part_values.setdefault(f"{REWARD_PART_PREFIX}{name}", []).append(value)
+    sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in batch])
     return {
         "reward": float(rewards[valid].mean()) if valid.any() else 0.0,
-        **{name: float(np.mean(values)) for name, values in sorted(parts.items())},
+        **{name: float(np.mean(values)) for name, values in sorted(part_values.items())},
         "reward_errors": float((~valid).sum()),
-        "advantage_std": float(np.std([e.advantage for e in consumed if e.loss_mask] or [0.0])),
+        "advantage_std": float(np.std([e.advantage for e in batch if e.loss_mask] or [0.0])),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
         "response_tokens": float(lengths.sum()),
         "response_mean": float(lengths.mean()),
         "response_max": float(lengths.max()),
         "turns_mean": float(turns.mean()),
         "turns_max": float(turns.max()),
-        "branches": float(sum(len(e.trajectory.branches) for e in consumed)),
-        "given_tokens": float(sum(e.trajectory.num_given for e in consumed)),
-        "tool_s": float(np.mean([e.trajectory.tool_s for e in consumed])),
-        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in consumed])),
+        "branches": float(sum(len(e.trajectory.branches) for e in batch)),
+        "given_tokens": float(sum(e.trajectory.num_given for e in batch)),
+        "tool_s": float(np.mean([e.trajectory.tool_s for e in batch])),
+        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in batch])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "sampling_s": float(sampling_s.mean()),
-        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in consumed])),
+        "mixed_versions": float(np.mean([len({s.version for s in e.trajectory.segments}) > 1 for e in batch])),
     }

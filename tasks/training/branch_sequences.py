@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import Places, SampledTokens, training_sequences
+from staleflow.stores.context_branches import Positions, TokenMask, training_sequences
 from staleflow.tasks.training.microbatches import Row
 
 
@@ -28,12 +28,12 @@ class BranchSequences:
 
     rows: tuple[Row, ...]
     sequences_of_row: tuple[tuple[int, ...], ...]
-    positions: tuple[Places | None, ...]
+    positions: tuple[Positions | None, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> BranchSequences:
         """Split rows into sequences, in their order."""
-        sequences, of_row, all_positions = list[Row](), list[tuple[int, ...]](), list[Places | None]()
+        sequences, of_row, all_positions = list[Row](), list[tuple[int, ...]](), list[Positions | None]()
         for row in rows:
             num_sequences = len(sequences)
             if row.branches:
@@ -72,7 +72,7 @@ class BranchSequences:
         return row_values
 
 
-def _split_row(row: Row) -> list[tuple[Row, Places]]:
+def _split_row(row: Row) -> list[tuple[Row, Positions]]:
     """The sequences of a row with branches, each with the positions of its response in the row's response. Returns the
     row itself if it has no sampled tokens."""
     prompt_length = len(row.prompt)
@@ -95,7 +95,7 @@ def _split_row(row: Row) -> list[tuple[Row, Places]]:
     return sequences or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 
-def _prompt_length(path: Places, trained: SampledTokens, row_prompt_length: int) -> int:
+def _prompt_length(path: Positions, trained: TokenMask, row_prompt_length: int) -> int:
     """Number of prompt tokens of a sequence: the row's prompt if the sequence begins with it, so that it can be shared
     with other rows; otherwise all tokens before the first trained one."""
     has_prompt = len(path) > row_prompt_length and bool(path[row_prompt_length - 1] == row_prompt_length - 1)

@@ -185,12 +185,12 @@ class LogprobModel:
         def select_hidden(hidden: torch.Tensor) -> torch.Tensor:
             return hidden[0] if selected is None else hidden[selected]
 
-        answering = (
+        logits_replacement = (
             nullcontext()
             if hidden_function is None
             else self.lm_head.replacing_logits(lambda hidden: hidden_function(select_hidden(hidden)))
         )
-        with answering, self._autocast():
+        with logits_replacement, self._autocast():
             logits: torch.Tensor = self.model(
                 input_ids=ids, **inputs, use_cache=False, logits_to_keep=kept_positions
             ).logits
@@ -260,11 +260,11 @@ def _is_rotary(module: Any) -> bool:
 
 def _limit(module: Any, device: str) -> int | None:
     """Sequence length up to which the first positions are rotated equally; None without a limit."""
-    expected = _rotation(module, NUM_COMPARED, device)
+    expected_rotation = _rotation(module, NUM_COMPARED, device)
 
     def is_equal(tokens: int) -> bool:
         _rotation(module, NUM_COMPARED, device)  # resets the frequencies, which change back only in a short pass
-        return bool(torch.equal(_rotation(module, tokens - 1, device), expected))
+        return bool(torch.equal(_rotation(module, tokens - 1, device), expected_rotation))
 
     low, high = NUM_COMPARED + 1, SEARCH_FACTOR * int(module.config.max_position_embeddings)
     limit = None

@@ -96,8 +96,8 @@ def merge_adapter(
     merged_weights = dict(weights)
     for layer in adapters.layers({name: tuple(t.shape) for name, t in adapter.items()}, "the adapter"):
         base = weights[f"{layer.module}.weight"]
-        added = adapter[layer.up].float() @ adapter[layer.down].float()
-        merged_weights[f"{layer.module}.weight"] = (base.float() + config.scaling * added).to(base.dtype)
+        delta = adapter[layer.up].float() @ adapter[layer.down].float()
+        merged_weights[f"{layer.module}.weight"] = (base.float() + config.scaling * delta).to(base.dtype)
     return merged_weights
 
 

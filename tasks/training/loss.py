@@ -122,50 +122,50 @@ class UserLoss(UserCode, Loss):
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
         takes_all = len(inspect.signature(self.code.token_loss).parameters) == 1
-        where, expected = f"{LOSSES.key} = {self.name!r}: token_loss", tuple(tokens.logprobs.shape)
-        with raised_as(ConfigError, f"{where} raised", Exception, SystemExit, describe=with_type):
+        method, expected_shape = f"{LOSSES.key} = {self.name!r}: token_loss", tuple(tokens.logprobs.shape)
+        with raised_as(ConfigError, f"{method} raised", Exception, SystemExit, describe=with_type):
             result = self.code.token_loss(*([tokens] if takes_all else parts))
         for part in ("loss", "clipped"):
             shape = tuple(getattr(getattr(result, part, None), "shape", ()))
-            if shape != expected:
+            if shape != expected_shape:
                 raise ConfigError(
-                    f"{where} returned {part} of shape {shape}; it must be {expected}, one number per token"
+                    f"{method} returned {part} of shape {shape}; it must be {expected_shape}, one number per token"
                 )
-        checked: TokenLoss = result
-        return checked
+        token_loss: TokenLoss = result
+        return token_loss
 
 
 LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=UserLoss)
 
 
-def log_distance(new: Tensor, old: Tensor) -> Tensor:
+def log_distance(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """[N, T] log pi_new - log pi_old for penalties. Limited only where a square would overflow, since a penalty must
     pull back from any distance."""
-    return (new - old).clamp(-MAX_DISTANCE, MAX_DISTANCE)
+    return (logprobs - old_logprobs).clamp(-MAX_DISTANCE, MAX_DISTANCE)
 
 
-def log_ratio(new: Tensor, old: Tensor) -> Tensor:
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """[N, T] log pi_new - log pi_old, limited to +-MAX_LOG_RATIO."""
-    return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _ratio(new: Tensor, old: Tensor) -> Tensor:
-    return log_ratio(new, old).exp()
+def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    return log_ratio(logprobs, old_logprobs).exp()
 
 
-def _sequence_log_ratio(new: Tensor, old: Tensor) -> Tensor:
+def _sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """[N, 1] log ratio of whole trajectories: the sum over their sampled tokens, not clamped."""
-    return (new - old).sum(1, keepdim=True)
+    return (logprobs - old_logprobs).sum(1, keepdim=True)
 
 
-def _segment_log_ratio(new: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
+def _segment_log_ratio(logprobs: Tensor, old_logprobs: Tensor, tokens: Tokens) -> Tensor:
     """[N, T] log ratio of the segment that each token is in, not clamped. A segment is a run of tokens that were
     sampled under one version."""
     is_sampled, was_sampled = tokens.sampled[:, 1:], tokens.sampled[:, :-1]
     starts = is_sampled & (~was_sampled | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
-    segment_index = tokens.sampled.new_zeros(new.shape).long()
+    segment_index = tokens.sampled.new_zeros(logprobs.shape).long()
     segment_index[:, 1:] = starts.long().cumsum(1)
-    sums = new.new_zeros(new.shape).scatter_add(1, segment_index, new - old)
+    sums = logprobs.new_zeros(logprobs.shape).scatter_add(1, segment_index, logprobs - old_logprobs)
     return sums.gather(1, segment_index)
 
 
@@ -265,10 +265,10 @@ class DualClip(Clip, Loss):
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio, advantage = _ratio(tokens.logprobs, tokens.behaviour), tokens.advantage
         surrogate = self.surrogate(ratio, advantage)
-        bounded = (advantage < 0) & (ratio > self.dual_clip)
+        is_bounded = (advantage < 0) & (ratio > self.dual_clip)
         return TokenLoss(
-            loss=-(self.dual_clip * advantage).where(bounded, surrogate),
-            clipped=self.has_no_gradient(ratio, advantage) | bounded,
+            loss=-(self.dual_clip * advantage).where(is_bounded, surrogate),
+            clipped=self.has_no_gradient(ratio, advantage) | is_bounded,
             ratio=ratio,
         )
 
@@ -314,15 +314,15 @@ class Topr(Loss):
         return self.ratio_of == "token"
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
-        new, old = tokens.logprobs.detach(), tokens.behaviour
+        logprobs, old_logprobs = tokens.logprobs.detach(), tokens.behaviour
         if self.ratio_of == "token":
-            log_ratios = new - old
+            log_ratios = logprobs - old_logprobs
         elif self.ratio_of == "segment":
-            log_ratios = _segment_log_ratio(new, old, tokens)
+            log_ratios = _segment_log_ratio(logprobs, old_logprobs, tokens)
         else:
-            log_ratios = _sequence_log_ratio(new, old).expand(new.shape)
+            log_ratios = _sequence_log_ratio(logprobs, old_logprobs).expand(logprobs.shape)
         ratio = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        positive = (tokens.advantage > 0).expand(new.shape)
+        positive = (tokens.advantage > 0).expand(logprobs.shape)
         weight = (self.negative_weight * ratio.clamp(max=1.0)).masked_fill(positive, self.positive_weight)
         return TokenLoss(
             loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio > 1.0) & ~positive, ratio=ratio
@@ -449,8 +449,8 @@ def _weighted_surrogate(
     clip: Clip, weight: Tensor, ratio: Tensor, advantage: Tensor, rho: Tensor | None = None
 ) -> TokenLoss:
     """PPO's surrogate with a weight. rho: ratio by which the weight was masked; masked tokens count as clipped."""
-    loss, clipped = -(weight * clip.surrogate(ratio, advantage)), clip.has_no_gradient(ratio, advantage)
+    loss, is_clipped = -(weight * clip.surrogate(ratio, advantage)), clip.has_no_gradient(ratio, advantage)
     if rho is None:
-        return TokenLoss(loss=loss, clipped=clipped, ratio=ratio)
-    masked = (weight == 0).expand(ratio.shape)
-    return TokenLoss(loss=loss, clipped=clipped | masked, ratio=rho.expand(ratio.shape).where(masked, ratio))
+        return TokenLoss(loss=loss, clipped=is_clipped, ratio=ratio)
+    is_masked = (weight == 0).expand(ratio.shape)
+    return TokenLoss(loss=loss, clipped=is_clipped | is_masked, ratio=rho.expand(ratio.shape).where(is_masked, ratio))

@@ -57,9 +57,9 @@ def _microbatch_ends(lengths: Sequence[int], ranks: int, token_budget: int) -> l
     for end, max_length in enumerate(lengths, start=1):
         first = max(0, end - ranks * max(1, token_budget // max_length))
         rows_per_rank = -(-(end - np.arange(first, end)) // ranks)
-        totals = cost[first:end] + rows_per_rank * max_length + overhead
-        best = int(totals.argmin())
-        cost[end], starts[end] = totals[best], first + best
+        costs = cost[first:end] + rows_per_rank * max_length + overhead
+        best_parts = int(costs.argmin())
+        cost[end], starts[end] = costs[best_parts], first + best_parts
     ends, end = list[int](), len(lengths)
     while end:
         ends.append(end)
@@ -106,29 +106,29 @@ def split_by_prompt(
     [((1, 2, 0),)]
     """
     by_length = split_microbatches(
-        [sum(both) for both in zip(prompt_lengths, response_lengths, strict=True)], ranks, token_budget
+        [sum(lengths) for lengths in zip(prompt_lengths, response_lengths, strict=True)], ranks, token_budget
     )
     if len(rows_by_prompt) == len(prompt_lengths):
         return by_length
-    ordered = _OrderedRows.of(rows_by_prompt, prompt_lengths, response_lengths)
-    best = ordered.split(token_budget)
+    sorted_rows = _OrderedRows.of(rows_by_prompt, prompt_lengths, response_lengths)
+    best_parts = sorted_rows.split(token_budget)
     if ranks > 1:
-        mean_tokens = sum(ordered.counted_in(part) for part in best) / (-(-len(best) // ranks) * ranks)
+        mean_tokens = sum(sorted_rows.counted_in(part) for part in best_parts) / (-(-len(best_parts) // ranks) * ranks)
         budgets = [
             int(mean_tokens * factor) for factor in BUDGET_FACTORS if 1 <= int(mean_tokens * factor) < token_budget
         ]
-        best = min(
-            [*(ordered.split(budget) for budget in budgets), best],
-            key=lambda parts: ordered.estimated_time(parts, ranks),
+        best_parts = min(
+            [*(sorted_rows.split(budget) for budget in budgets), best_parts],
+            key=lambda parts: sorted_rows.estimated_time(parts, ranks),
         )
-    batches = ordered.deal(best, ranks)
-    by_prompt = [tuple(ordered.order[start:end] for start, end in batch) for batch in batches]
-    prompt_of_row = {i: number for number, run in enumerate(rows_by_prompt) for i in run}
+    batches = sorted_rows.deal(best_parts, ranks)
+    by_prompt = [tuple(sorted_rows.order[start:end] for start, end in batch) for batch in batches]
+    prompt_of_row = {i: number for number, prompt_rows in enumerate(rows_by_prompt) for i in prompt_rows}
 
-    def tokens(cut: Sequence[tuple[RowIndices, ...]]) -> int:
+    def tokens(batches: Sequence[tuple[RowIndices, ...]]) -> int:
         return sum(
             max(_counted_tokens(part, prompt_of_row, prompt_lengths, response_lengths) for part in batch)
-            for batch in cut
+            for batch in batches
         )
 
     return by_prompt if tokens(by_prompt) <= (1 - MIN_SAVED_SHARE) * tokens(by_length) else by_length
@@ -138,10 +138,14 @@ def _counted_tokens(
     part: RowIndices, prompt_of_row: Mapping[int, int], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> int:
     """Counted tokens of a part. prompt_of_row: index of each row's prompt."""
-    prompt_runs = [[part[k] for k in run] for run in equal_indices(prompt_of_row[i] for i in part)]
+    rows_of_prompts = [[part[k] for k in prompt_rows] for prompt_rows in equal_indices(prompt_of_row[i] for i in part)]
     return sum(
-        int(counted_tokens(len(run), prompt_lengths[run[0]], sum(response_lengths[i] for i in run)))
-        for run in prompt_runs
+        int(
+            counted_tokens(
+                len(prompt_rows), prompt_lengths[prompt_rows[0]], sum(response_lengths[i] for i in prompt_rows)
+            )
+        )
+        for prompt_rows in rows_of_prompts
     )
 
 
@@ -162,10 +166,12 @@ class _OrderedRows:
     def of(
         cls, rows_by_prompt: Sequence[Sequence[int]], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
     ) -> _OrderedRows:
-        prompt_runs = [sorted(run, key=lambda i: response_lengths[i]) for run in rows_by_prompt]
-        prompt_runs.sort(key=lambda run: prompt_lengths[run[-1]] + response_lengths[run[-1]])
-        order = tuple(i for run in prompt_runs for i in run)
-        sizes = np.asarray([len(run) for run in prompt_runs])
+        rows_of_prompts = [sorted(prompt_rows, key=lambda i: response_lengths[i]) for prompt_rows in rows_by_prompt]
+        rows_of_prompts.sort(
+            key=lambda prompt_rows: prompt_lengths[prompt_rows[-1]] + response_lengths[prompt_rows[-1]]
+        )
+        order = tuple(i for prompt_rows in rows_of_prompts for i in prompt_rows)
+        sizes = np.asarray([len(prompt_rows) for prompt_rows in rows_of_prompts])
         ends = np.repeat(sizes.cumsum(), sizes)
         ordered_prompts, ordered_responses = (
             np.asarray(prompt_lengths, np.int64)[[*order]],
@@ -211,16 +217,16 @@ class _OrderedRows:
         cost, starts = np.zeros(num_rows + 1, np.int64), np.zeros(num_rows + 1, np.int64)
         for end in range(1, num_rows + 1):
             max_rows = max(1, MAX_PADDING_FACTOR * token_budget // int(self.lengths[end - 1]))
-            fitting = int(np.searchsorted(self.response_offsets, self.response_offsets[end] - token_budget))
-            firsts = np.arange(min(end - 1, max(fitting, end - max_rows)), end)
+            min_first = int(np.searchsorted(self.response_offsets, self.response_offsets[end] - token_budget))
+            firsts = np.arange(min(end - 1, max(min_first, end - max_rows)), end)
             counts = self.counted_tokens(firsts, end)
             max_lengths = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
-            allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= MAX_PADDING_FACTOR * token_budget)
-            allowed[-1] = True
-            firsts = firsts[allowed]
-            totals = cost[firsts] + counts[allowed] + PASS_OVERHEAD_TOKENS
-            best = int(totals.argmin())
-            cost[end], starts[end] = totals[best], firsts[best]
+            is_allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= MAX_PADDING_FACTOR * token_budget)
+            is_allowed[-1] = True
+            firsts = firsts[is_allowed]
+            costs = cost[firsts] + counts[is_allowed] + PASS_OVERHEAD_TOKENS
+            best_parts = int(costs.argmin())
+            cost[end], starts[end] = costs[best_parts], firsts[best_parts]
         parts, end = list[RowRange](), num_rows
         while end:
             parts.append((int(starts[end]), end))
@@ -230,9 +236,9 @@ class _OrderedRows:
     def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
         """Form micro-batches of parts with similar counted tokens, and deal them to ranks back and forth, so that no
         rank always has the larger one. If the number of parts is no multiple of the ranks, empty parts are added."""
-        ordered = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
-        batches = [tuple(ordered[i : i + ranks]) for i in range(0, len(ordered), ranks)]
-        return [batch if turn % 2 == 0 else batch[::-1] for turn, batch in enumerate(batches)]
+        sorted_rows = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
+        batches = [tuple(sorted_rows[i : i + ranks]) for i in range(0, len(sorted_rows), ranks)]
+        return [batch if index % 2 == 0 else batch[::-1] for index, batch in enumerate(batches)]
 
     def estimated_time(self, parts: Sequence[RowRange], ranks: int) -> int:
         """Time in which ranks compute these parts, as a number of tokens; a micro-batch takes that of its largest."""

@@ -107,19 +107,19 @@ class RowArrays:
     """[K, 3] row, start and parent_end of each branch, in order"""
 
     @classmethod
-    def of(cls, consumed: Sequence[EndedTrajectory]) -> RowArrays:
+    def of(cls, batch: Sequence[EndedTrajectory]) -> RowArrays:
         """Pack the rows that a step consumes; at least one."""
-        trajectories = [e.trajectory for e in consumed]
+        trajectories = [e.trajectory for e in batch]
         return cls(
             prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
             response_tokens=np.concatenate([t.response_tokens for t in trajectories]),
             behaviour=np.concatenate([t.logprobs for t in trajectories]),
             sampled=np.concatenate([t.sampled for t in trajectories]),
-            lags=np.concatenate([_lags(e) for e in consumed]),
+            lags=np.concatenate([_lags(e) for e in batch]),
             lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
-            advantages=np.asarray([e.advantage for e in consumed], np.float32),
-            staleness=np.asarray([e.staleness for e in consumed], np.int64),
-            trained=np.asarray([e.loss_mask for e in consumed], bool),
+            advantages=np.asarray([e.advantage for e in batch], np.float32),
+            staleness=np.asarray([e.staleness for e in batch], np.int64),
+            trained=np.asarray([e.loss_mask for e in batch], bool),
             groups=np.asarray([t.group for t in trajectories], np.int64),
             branches=np.asarray(
                 [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
@@ -164,11 +164,11 @@ class BatchMessage:
     num_remaining: int
 
 
-def message_end(consumed: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
+def message_end(batch: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
     """Index after the last row of the message that starts with row `start`: as many rows as fit, at least one."""
     num_bytes, stop = 0, start
-    while stop < len(consumed):
-        trajectory = consumed[stop].trajectory
+    while stop < len(batch):
+        trajectory = batch[stop].trajectory
         # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 37 besides.
         num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 37
         if num_bytes > max_bytes and stop > start:
@@ -217,22 +217,22 @@ class MicroBatch:
         counts = (self.mask > 0).sum(1)
         parts, start = list[MicroBatch](), 0
         while start < len(self.rows):
-            fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
-            end = start + max(1, fitting)
+            num_fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
+            end = start + max(1, num_fitting)
             part = self.select(slice(start, end))
-            parts += _split_columns(part, max_sampled) if by_token and not fitting else [part]
+            parts += _split_columns(part, max_sampled) if by_token and not num_fitting else [part]
             start = end
         return [part for part in parts if part.mask.any()]
 
     def scatter(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """[N, T] values of the batch from values of the rows' responses; 0 for rows without values."""
-        scattered = np.zeros_like(self.behaviour)
+        result = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
             if i in values:
                 start = len(rows[i].prompt) - 1 - self.response_start
-                response_values = values[i][max(0, -start) : scattered.shape[1] - start]
-                scattered[k, max(0, start) : max(0, start) + len(response_values)] = response_values
-        return scattered
+                response_values = values[i][max(0, -start) : result.shape[1] - start]
+                result[k, max(0, start) : max(0, start) + len(response_values)] = response_values
+        return result
 
 
 def _split_columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:

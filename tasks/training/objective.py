@@ -141,14 +141,14 @@ def weight_pairs(
         beta: Weight of a log ratio.
     """
     ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in indices}
-    weighted, losses = dict[int, Row](), []
+    weighted_rows, losses = dict[int, Row](), []
     for best, worst in zip(indices[::2], indices[1::2], strict=True):
         margin = beta * (ratio[best] - ratio[worst])
         losses.append(np.logaddexp(0.0, -margin))
         weight = float(beta * np.exp(-np.logaddexp(0.0, margin)))
-        weighted[best] = replace(rows[best], advantage=weight)
-        weighted[worst] = replace(rows[worst], advantage=-weight)
-    return weighted, float(np.mean(losses))
+        weighted_rows[best] = replace(rows[best], advantage=weight)
+        weighted_rows[worst] = replace(rows[worst], advantage=-weight)
+    return weighted_rows, float(np.mean(losses))
 
 
 def _advantage(row: Row) -> float:

@@ -114,18 +114,18 @@ def _attention(
         return output
     if attention_mask is not None:
         raise PackingUnsupported(f"{type(module).__name__} has a mask of its own")
-    unsupported = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
-    unsupported += ["dropout"] if dropout else []
-    unsupported += ["sliding_window"] if sliding_window != window else []
-    unsupported += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
-    if unsupported:
-        raise PackingUnsupported(f"{type(module).__name__} has {', '.join(unsupported)}")
+    unsupported_names = [name for name, value in kwargs.items() if name not in IGNORED_ARGUMENTS and value is not None]
+    unsupported_names += ["dropout"] if dropout else []
+    unsupported_names += ["sliding_window"] if sliding_window != window else []
+    unsupported_names += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
+    if unsupported_names:
+        raise PackingUnsupported(f"{type(module).__name__} has {', '.join(unsupported_names)}")
     attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     blocks = (PromptBlock(0, (query.shape[2],)),) if row_lengths is None else row_lengths.blocks
     sizes = [size for block in blocks for size in (block.prefix_length, *block.suffix_lengths) if size]
     parts = iter(zip(*(sequence.split(sizes, 2) for sequence in (query, key, value)), strict=True))
-    attended = [output.transpose(1, 2) for block in blocks for output in _block_attention(block, parts, attention)]
-    return torch.cat(attended, 1), None
+    outputs = [output.transpose(1, 2) for block in blocks for output in _block_attention(block, parts, attention)]
+    return torch.cat(outputs, 1), None
 
 
 def _block_attention(
@@ -140,7 +140,7 @@ def _block_attention(
     yield attention(*prompt)
     for rest in block.suffix_lengths:
         query, *rest_keys_values = next(parts)
-        key, value = (torch.cat(both, 2) for both in zip(prompt[1:], rest_keys_values, strict=True))
+        key, value = (torch.cat(pair, 2) for pair in zip(prompt[1:], rest_keys_values, strict=True))
         if query.device.type == "cpu" and rest <= max(MAX_MASKED_TOKENS, block.prefix_length):
             yield attention(query, key, value)
         else:
@@ -155,10 +155,10 @@ def _causal(
     num_queries, length = query.shape[2], key.shape[2]
     if num_queries == length and (window is None or length <= window):
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    allowed = torch.ones(num_queries, length, dtype=torch.bool, device=query.device).tril(length - num_queries)
+    mask = torch.ones(num_queries, length, dtype=torch.bool, device=query.device).tril(length - num_queries)
     if window is not None:
-        allowed = allowed.triu(length - num_queries - window + 1)
-    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, **options)
+        mask = mask.triu(length - num_queries - window + 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def enable_packing(model: Any, device: str, max_tokens: int) -> str:
@@ -198,11 +198,11 @@ def _try_packed(model: Any, device: str, num_tokens: int) -> None:
         num_tokens: Length of the sequence; at least that of the compared rows.
     """
     size = sum(block.num_tokens for block in COMPARED_BLOCKS)
-    full, rest = divmod(max(0, num_tokens - 2 * size), FILLER_TOKENS)
-    filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
+    num_fillers, remainder = divmod(max(0, num_tokens - 2 * size), FILLER_TOKENS)
+    filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * num_fillers, remainder] if count]
     rows = PackedRowLengths((*COMPARED_BLOCKS, *filler, *COMPARED_BLOCKS))
     tokens = torch.arange(size, device=device) % 5
-    expected, start = list[torch.Tensor](), 0
+    expected_parts, start = list[torch.Tensor](), 0
     total = sum(block.num_tokens for block in rows.blocks)
     keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
     full_row = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
@@ -212,15 +212,15 @@ def _try_packed(model: Any, device: str, num_tokens: int) -> None:
                 [block.prefix_length, *block.suffix_lengths]
             )
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
-            expected += [alone[0][: block.prefix_length], *(logits[block.prefix_length :] for logits in alone)]
+            expected_parts += [alone[0][: block.prefix_length], *(logits[block.prefix_length :] for logits in alone)]
             start += block.num_tokens
         inputs = {"input_ids": full_row[None], "position_ids": rows.positions(device), "row_lengths": rows}
         logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
-    expected_logits = torch.cat([*expected, *expected])
+    expected_logits = torch.cat([*expected_parts, *expected_parts])
     difference = float((logits - expected_logits).abs().max() / logits.abs().max())
     exact = logits.dtype in (torch.float32, torch.float64) and not _uses_tf32(logits.device)
-    rounding = 1e-4 if exact else 2e-2
-    if not difference <= rounding:
+    tolerance = 1e-4 if exact else 2e-2
+    if not difference <= tolerance:
         raise PackingUnsupported(
             f"in a sequence of {total} tokens the logits of a row differ from those of the row alone, by "
             f"{difference:.1g} of the largest"

@@ -336,9 +336,9 @@ class PolicyTrainer:
         policy, under_reference = (sequences.merge_by_row(all_rows, values) for values in (current, reference))
         config = self.objective.loss
         assert isinstance(config, Dpo)
-        weighted, loss = weight_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
+        weighted_rows, loss = weight_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
         rows = list(sequences.rows)
-        for i, row in weighted.items():
+        for i, row in weighted_rows.items():
             for k in sequences.sequences_of_row[i]:
                 rows[k] = replace(rows[k], advantage=row.advantage)
         return rows, loss
@@ -348,18 +348,20 @@ class PolicyTrainer:
     ) -> RowSample | None:
         """Measure rows without a gradient: all rows whose logprobs are in `before`, and a random sample of the others.
         Returns the sample; None if there is none."""
-        untrained = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
-        self._measure([i for i in untrained if i in before], rows, before, sums)
-        untrained = [i for i in untrained if i not in before]
-        count = min(self.settings.training.measured_rows, len(untrained))
+        sample_indices = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
+        self._measure([i for i in sample_indices if i in before], rows, before, sums)
+        sample_indices = [i for i in sample_indices if i not in before]
+        count = min(self.settings.training.measured_rows, len(sample_indices))
         if count == 0:
             return None
-        count = min(max(count, MIN_SAMPLE_ROWS), len(untrained))
+        count = min(max(count, MIN_SAMPLE_ROWS), len(sample_indices))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
-        sample = sorted(untrained[k] for k in rng.choice(len(untrained), count, replace=False))
-        sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(untrained) / count))
+        sample = sorted(sample_indices[k] for k in rng.choice(len(sample_indices), count, replace=False))
+        sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(sample_indices) / count))
         return (
-            RowSample(rows=list(sums_by_row.values()), population=len(untrained)) if len(sums_by_row) == count else None
+            RowSample(rows=list(sums_by_row.values()), population=len(sample_indices))
+            if len(sums_by_row) == count
+            else None
         )
 
     def _measure(
@@ -419,9 +421,9 @@ class PolicyTrainer:
         NaN. before: logprobs under the proximal policy; those of other rows are taken from this pass."""
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-            known = torch.tensor([[i in before] for i in part.rows], device=self.device)
-            earlier = torch.from_numpy(part.scatter(rows, before)).to(self.device)
-            tokens = self._loss_tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
+            is_known = torch.tensor([[i in before] for i in part.rows], device=self.device)
+            earlier_logprobs = torch.from_numpy(part.scatter(rows, before)).to(self.device)
+            tokens = self._loss_tokens(part, logprobs, proximal=earlier_logprobs.where(is_known, logprobs.detach()))
             padding = ~tokens.sampled
             reference_logprobs = None
             if reference is not None:

@@ -100,12 +100,12 @@ class RankGroup:
         offload_policy = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
         # Under autocast a block's products are in bfloat16 anyway. Parameters outside of blocks, such as embeddings,
         # stay in float32, as the residual stream that the blocks add to.
-        gathered = MixedPrecisionPolicy(
+        mixed_precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         for block in blocks(model):
             _convert(block, dtype)
-            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=offload_policy)
+            fully_shard(block, mesh=self._mesh, mp_policy=mixed_precision, offload_policy=offload_policy)
         _convert(model, dtype)
         fully_shard(model, mesh=self._mesh, offload_policy=offload_policy)
         for module in model.modules():
@@ -202,11 +202,11 @@ def _require_files_of_all_ranks(folder: Path) -> None:
     metadata = dcp.FileSystemReader(folder).read_metadata()
     files = {info.relative_path for info in (metadata.storage_data or {}).values()}
     deadline = time.monotonic() + FILE_VISIBLE_S
-    while missing := sorted(name for name in files if not (folder / name).is_file()):
+    while missing_files := sorted(name for name in files if not (folder / name).is_file()):
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"{len(missing)} of {len(files)} files that the trainer's ranks have written are not there, the first "
-                f"is {missing[0]}: runs_dir has to be a folder that the hosts of all ranks share"
+                f"{len(missing_files)} of {len(files)} files that the trainer's ranks have written are not there, the "
+                f"first is {missing_files[0]}: runs_dir has to be a folder that the hosts of all ranks share"
             )
         time.sleep(0.1)
 

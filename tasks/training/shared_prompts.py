@@ -65,8 +65,8 @@ def should_share(rows: Any, prompt: Any, rest: Any) -> Any:
 def counted_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
     """Number of tokens that rows of one prompt count for in a token budget; never less than the tokens in the
     sequence."""
-    shared = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COUNTED
-    return np.where(should_share(rows, prompt, rest), shared, rows * prompt + rest)
+    shared_tokens = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COUNTED
+    return np.where(should_share(rows, prompt, rest), shared_tokens, rows * prompt + rest)
 
 
 def equal_indices(keys: Iterable[Key]) -> list[list[int]]:

@@ -142,15 +142,15 @@ class LogprobMismatch:
     def of(cls, rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> LogprobMismatch | None:
         """Compute the differences over the fresh rows; None if there are none. trainer_logprobs: the trainer's
         logprobs, at least of these rows."""
-        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
-        if not fresh:
+        indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
+        if not indices:
             return None
-        difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
-        bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in indices])
+        log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
-            kl=float((np.exp(bounded) - bounded - 1).mean()),
+            kl=float((np.exp(log_ratio) - log_ratio - 1).mean()),
         )
 
     @property
@@ -161,10 +161,10 @@ class LogprobMismatch:
 
 def _slopes(metrics: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Derivatives of the metrics with a standard error, by name of the metric and of the sum."""
-    tokens, ratio, squared = (sums[name] or 1.0 for name in ("tokens", "ratio", "ratio_squared"))
+    tokens, ratio, ratio_squared = (sums[name] or 1.0 for name in ("tokens", "ratio", "ratio_squared"))
     weight, ess = sums["surprise_weight"] or 1.0, metrics["ess"]
     return {
-        "ess": {"ratio": 2 * ess / ratio, "tokens": -ess / tokens, "ratio_squared": -ess / squared},
+        "ess": {"ratio": 2 * ess / ratio, "tokens": -ess / tokens, "ratio_squared": -ess / ratio_squared},
         "entropy": {"surprise": 1 / weight, "surprise_weight": -metrics["entropy"] / weight},
         "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -metrics["kl_behaviour"] / tokens},
     }

@@ -85,7 +85,7 @@ def pretrain(
     out: Path,
     examples: Iterator[tuple[str, ...]],
     recipe: Recipe,
-    begun: Callable[[int], None],
+    on_start: Callable[[int], None],
     progress: Callable[[int, float], None],
     symbols: Sequence[str] = SYMBOLS,
     tokenizer: PreTrainedTokenizerFast | None = None,
@@ -95,7 +95,7 @@ def pretrain(
     Args:
         examples: Each (question, answer), or (question, answer, question, answer, ...) for several turns; answers are
             learned.
-        begun: Called with the number of parameters.
+        on_start: Called with the number of parameters.
         progress: Called with (steps done, loss) after each step.
         symbols: The tokens; the first ones are SPECIAL.
         tokenizer: Replaces the tokenizer made from the symbols.
@@ -122,7 +122,7 @@ def pretrain(
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    begun(model.num_parameters())
+    on_start(model.num_parameters())
     for step, (ids, labels) in zip(range(recipe.steps), _batches(tokenizer, examples), strict=False):
         decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         for group in optimizer.param_groups:

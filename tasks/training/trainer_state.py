@@ -78,8 +78,8 @@ class TrainerState:
                 self._rng.bit_generator.state = json.loads(in_use["random"])
                 return
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if differing := sorted(saved["model"].keys() ^ self._saved_tensors().keys()):
-                raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
+            if names := sorted(saved["model"].keys() ^ self._saved_tensors().keys()):
+                raise KeyError(f"{len(names)} tensors differ from the model's, the first is {names[0]}")
             moments = saved["optimizer"]["state"]
             for index, name in enumerate(in_use["model"]):
                 self._rank_group.fill(in_use["model"][name], saved["model"][name])
@@ -91,8 +91,8 @@ class TrainerState:
         """The tensors of the model that a resume point has, by name."""
         tensors: dict[str, torch.Tensor] = self._model.state_dict()
         if self._adapter_only:
-            trained = trained_parameters(self._rank_group, self._model)
-            return {name: tensor for name, tensor in tensors.items() if name in trained}
+            trained_names = trained_parameters(self._rank_group, self._model)
+            return {name: tensor for name, tensor in tensors.items() if name in trained_names}
         return tensors
 
     def _tensors_in_use(self) -> dict[str, Any]:
@@ -142,5 +142,5 @@ class HostMemory:
         if not like.numel():
             return torch.empty_like(like)
         with tempfile.NamedTemporaryFile() as file:
-            mapped = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
-        return mapped.view(like.shape)
+            mapped_tensor = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
+        return mapped_tensor.view(like.shape)

@@ -42,7 +42,7 @@ def connection_error(cluster: ClusterAddress, within_s: float = CONNECT_S, most_
     begin = time.monotonic()
 
     async def connect() -> None:
-        async with cluster.connected(within_s):
+        async with cluster.open_client(within_s):
             pytest.fail("it connected")
 
     with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def test_the_port_of_the_dashboard_is_recognized() -> None:
         )
         with (
             pytest.raises(ConfigError, match="an HTTP server answers there"),
-            ClusterAddress(address=f"127.0.0.1:{port}").blocking(),
+            ClusterAddress(address=f"127.0.0.1:{port}").open_blocking_client(),
         ):
             pytest.fail("it connected")
     finally:
@@ -180,7 +180,7 @@ def test_an_invalid_scheduler_file_falls_back_to_no_other_cluster(content: str, 
         assert "Is a directory" in connection_error(ClusterAddress(scheduler_file=str(tmp_path)))
         with (
             pytest.raises(ConfigError, match="not written by a scheduler"),
-            ClusterAddress(scheduler_file=str(file)).blocking(),
+            ClusterAddress(scheduler_file=str(file)).open_blocking_client(),
         ):
             pytest.fail("it connected")
     file.write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
@@ -227,7 +227,7 @@ def test_schedulers_with_and_without_tls_are_distinguished() -> None:
 
 def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
     async def connect() -> str:
-        async with cluster.connected(within_s) as client:
+        async with cluster.open_client(within_s) as client:
             return str(client.status)
 
     return asyncio.run(connect())
@@ -254,7 +254,7 @@ def test_a_scheduler_that_greets_late_receives_only_a_greeting(monkeypatch: pyte
 
     with listener(greet_late) as port:
         result = asyncio.run(look(port))
-    assert (result.error, result.dask) == ("", True)
+    assert (result.error, result.is_dask) == ("", True)
     assert heard == [port_probe._greeting()]
 
 

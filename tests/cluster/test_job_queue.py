@@ -406,7 +406,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def keep(self, worker: str) -> None:
-        if worker in self.one.needs_restart:
+        if worker in self.one.restart_claims:
             self.one.reserve_or_restart(worker, self.now)
 
     @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
@@ -443,7 +443,7 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "one"):
             return
         one = self.one
-        owners = [*one.claims, *one.needs_restart, *one._reservations, *one.free_workers]
+        owners = [*one.claims, *one.restart_claims, *one._reservations, *one.free_workers]
         assert sorted(owners) == sorted(one.workers)
         assert all(one.is_waiting(claim.job) and claim.roles == ("rollout",) for claim, _ in one._reservations.values())
         for entry in one.entries.values():

@@ -61,7 +61,7 @@ NEEDS = {"instances": 1, "rewards": 1, "driver": True}
 async def drive(id: str, seconds: float) -> str:
     """A driver that starts like a real one and runs for a while."""
     worker = get_worker()
-    async with ClusterAddress(address=worker.scheduler.address).connected() as client:
+    async with ClusterAddress(address=worker.scheduler.address).open_client() as client:
         if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
             raise Reschedule
         report: dict[str, Any] = {"status": {}, "steps": [], "lines": []}

@@ -83,7 +83,7 @@ def test_unrepeatable_sources_are_environments_that_cannot_be_set_back(tmp_path:
 
 def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, tiny_model: Path) -> None:
     text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
-    (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), here=False)
+    (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), runs_here=False)
     assert line.startswith("not checked here: task.sources.b.source = 'nowhere_installed:Numbers' cannot be imported")
 
 

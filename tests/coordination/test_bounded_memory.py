@@ -103,7 +103,7 @@ def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> N
         for member in range(2 * group, 2 * group + 4):
             bench.scored(member, float(member % 2 and (member // 2) % 10 > 0))
         group += 2
-        if bench.coordinator.training:
+        if bench.coordinator.is_training:
             trained += 1
             bench.publish(trained)
             if trained % 50 == 0:

@@ -31,7 +31,7 @@ VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = 
     Transition.INSTANCE_LOST: lambda state, live: state.requeue_failed(live, Transition.INSTANCE_LOST),
     Transition.TURN_SAMPLED: lambda state, live: state.finish_turn(live, 7),
     Transition.ENVIRONMENT_STEPPED: lambda state, live: state.add_observation(live, 9),
-    Transition.RESTARTED: lambda state, live: state.restart_episode(live, lost=False),
+    Transition.RESTARTED: lambda state, live: state.restart_episode(live, is_lost=False),
     Transition.SCORED: lambda state, live: state.record_reward(live, 1.0),
 }
 """Methods that move one trajectory. CONSUMED and GIVEN_UP follow from the ledger's answer for its group."""

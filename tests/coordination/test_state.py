@@ -118,7 +118,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "routed without an route_number": (lambda s: setattr(live(s, 2), "route_number", 0), "was routed 0 times"),
     "more safe than sampled": (lambda s: setattr(live(s, 4), "delivered_tokens", 3), "3 of them delivered"),
     "cut off after it left": (
-        lambda s: setattr(live(s, 4), "being_truncated", True),
+        lambda s: setattr(live(s, 4), "is_being_truncated", True),
         "4 is being truncated but queued",
     ),
     "moved after it was sampled": (
@@ -146,7 +146,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "waiting in another level": (wrong_level, "queued and waiting differ"),
     "waiting in two levels": (queue_twice, "queued and waiting differ"),
     "level forgotten": (lambda s: setattr(live(s, 6), "queue_level", 0), "queued and waiting differ"),
-    "training without a batch": (lambda s: setattr(s, "training", True), "training is True"),
+    "training without a batch": (lambda s: setattr(s, "is_training", True), "training is True"),
 }
 
 
@@ -186,7 +186,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """Return the replan flags: batch, instances with pulls, capacity, routing."""
     loads = [item.id for item in state.pop_loads_changed()]
-    return state.pop_batch_changed(), list(loads), state.pop_room_changed(), state.pop_routing_changed()
+    return state.pop_batch_changed(), list(loads), state.pop_admission_changed(), state.pop_routing_changed()
 
 
 NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[str], bool, bool]]] = {
@@ -241,7 +241,7 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     assert state.trainer_waited_s == 4.0
     batch = state.consume()
     assert (batch.step, batch.members, batch.versions, batch.surplus) == (0, (0, 1), (0, 0), ())
-    assert (state.training, state.trainer_waited_s, len(state.live_trajectories)) == (True, 0.0, 0)
+    assert (state.is_training, state.trainer_waited_s, len(state.live_trajectories)) == (True, 0.0, 0)
     assert changes(state) == (False, [], True, True)
     validate(state)
     state.publish(PolicyVersion(1))
@@ -280,7 +280,7 @@ def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
 
 def test_a_new_state_has_zero_times() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
-    assert (state.now, state.trainer_waited_s, state.training, state.groups_requested) == (0.0, 0.0, False, 0)
+    assert (state.now, state.trainer_waited_s, state.is_training, state.groups_requested) == (0.0, 0.0, False, 0)
 
 
 def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
@@ -463,7 +463,7 @@ def test_only_the_coordination_package_calls_ledger_methods_that_write() -> None
         "state.fleet.add_trajectory(instance, 3, 4, 0.1)",
         "self._state.queue.append(live, 3)",
         "self._state.route(live, instance)",
-        "self._state.training = True",
+        "self._state.is_training = True",
         "self._state.live_trajectories[3] = live",
         "state.live_trajectories.pop(3)",
         "state.unreserved_groups.discard(3)",

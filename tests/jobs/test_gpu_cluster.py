@@ -58,7 +58,7 @@ async def _places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:
 
         return {"pid": os.getpid(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
-    async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
+    async with ClusterAddress(scheduler_file=str(cluster.file)).open_client() as client:
         of_actor = await client.run_on_scheduler(actors)
         processes = await client.run(process, on_error="ignore")
         names = {address: worker["name"] for address, worker in (await client.scheduler.identity())["workers"].items()}
@@ -84,7 +84,7 @@ def submit(cluster: Cluster, folder: Path, *overrides: str) -> str:
 
 def until_workers(cluster: Cluster, count: int) -> None:
     async def wait() -> None:
-        async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
+        async with ClusterAddress(scheduler_file=str(cluster.file)).open_client() as client:
             await client.wait_for_workers(count, timeout=PATIENCE_S)
 
     asyncio.run(wait())

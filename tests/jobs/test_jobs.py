@@ -117,7 +117,7 @@ def actor_processes(cluster: Cluster) -> dict[str, int]:
         return results
 
     async def ask() -> dict[str, int]:
-        async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
+        async with ClusterAddress(scheduler_file=str(cluster.file)).open_client() as client:
             tasks = await client.run_on_scheduler(places)
             pids = await client.run(os.getpid)
             return {name: pids[address] for name, address in tasks.items()}

@@ -15,7 +15,7 @@ from tests.simulator.test_simulator import COST, job, run
 def test_accepted_drafts_reduce_the_number_of_steps() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
     drafting = DraftSettings(length=4, max_running=2, acceptance=1.0)
-    instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
+    instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8, draft_settings=drafting)
     for i in range(3):
         instance.submit(0.0, i, 1, 10, 0, (Turn(100 if i else 50),))
     first, *others = instance.advance(1e9)
@@ -33,7 +33,7 @@ def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
     ends = {}
     for acceptance in (0.0, 0.5):
         drafting = DraftSettings(length=2, max_running=8, acceptance=acceptance)
-        instance = SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
+        instance = SimulatedBatch(COST, kv_capacity=10**6, max_running=8, draft_settings=drafting)
         for i in range(8):
             instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
         ended = instance.advance(1e9)
@@ -74,7 +74,7 @@ def test_acceptance_rate_has_no_effect_without_drafts() -> None:
 
 def test_work_in_progress_is_counted_up_to_now() -> None:
     drafting = DraftSettings(length=3, max_running=8, acceptance=0.5)
-    watched, other = (SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
+    watched, other = (SimulatedBatch(COST, kv_capacity=10**6, max_running=8, draft_settings=drafting) for _ in range(2))
     for instance in (watched, other):
         for i in range(4):
             instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))

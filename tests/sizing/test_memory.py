@@ -167,7 +167,7 @@ def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int 
         instances=1,
         max_length=longest,
         num_gpus=num_gpus,
-        own_gpu=num_gpus > 1,
+        has_own_gpus=num_gpus > 1,
     )
 
 

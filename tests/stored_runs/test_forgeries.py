@@ -244,7 +244,7 @@ def contradictions(run: Path, allowed: Path) -> tuple[list[str], Verification | 
         result = verify_run(run, checkpoint, steps=ALL)
     except (ConfigError, StoreError) as error:
         return [str(error)], None
-    return [*(f"{found.where}: {found.message}" for found in result.findings), *result.unverified], result
+    return [*(f"{found.location}: {found.message}" for found in result.findings), *result.unverified], result
 
 
 def changed_files(run: Path, forged: Path) -> list[str]:

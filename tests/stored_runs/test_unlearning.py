@@ -160,7 +160,7 @@ def test_steps_before_the_resume_point_are_verified(run_copy: Path, stored: Path
     train_plan(plan)
     train_plan(forged)
     (finding,) = verify_offline(tmp_path / "forged", steps=ALL).findings
-    assert finding.where == "step 0" and "not the run's" in finding.message
+    assert finding.location == "step 0" and "not the run's" in finding.message
     for point in (run_copy / "resume").iterdir():
         point.unlink()
     assert verify_offline(tmp_path / "out", steps=ALL).repeated_steps == (0, 1, 2)

@@ -50,7 +50,7 @@ def run_copy(stored: Path, tmp_path: Path) -> Path:
 
 
 def finding_places(result: Verification) -> list[tuple[str, str]]:
-    return [(finding.check, finding.where) for finding in result.findings]
+    return [(finding.check, finding.location) for finding in result.findings]
 
 
 # -- honest runs -----------------------------------------------------------------------------------------------------

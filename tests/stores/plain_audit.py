@@ -28,7 +28,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
     except StoreError as error:
         findings += [*_damage(store), *_array_findings(store)]
         if not findings:
-            findings.append(Finding(check="arrays", where="store", message=str(error)))
+            findings.append(Finding(check="arrays", location="store", message=str(error)))
         return AuditReport(
             num_steps=0,
             num_trajectories=0,
@@ -70,7 +70,7 @@ def _damage(store: StoreReader) -> Iterable[Finding]:
             first = chunk.number * chunk.elements
             held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
             message += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
-        yield Finding(check="arrays", where=chunk.array, message=message)
+        yield Finding(check="arrays", location=chunk.array, message=message)
 
 
 def _array_findings(store: StoreReader) -> Iterable[Finding]:
@@ -79,15 +79,15 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     try:
         records = store.commits()
     except (StoreError, ValueError) as error:
-        yield Finding(check="arrays", where="records", message=f"step records cannot be read: {error}")
+        yield Finding(check="arrays", location="records", message=f"step records cannot be read: {error}")
         return
     num_rows = sum(r.num_rows for r in records)
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
-            yield Finding(check="arrays", where=name, message=f"{lengths[name]} rows, step records count {num_rows}")
+            yield Finding(check="arrays", location=name, message=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
-        yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
+        yield Finding(check="arrays", location="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
     try:
         table = store.table(names=SPAN_COLUMNS)
     except StoreError:
@@ -96,7 +96,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
         need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
         for name in (n for n in lengths if n.startswith("tokens/")):
             if lengths[name] < need:
-                yield Finding(check="arrays", where=name, message=f"truncated: {lengths[name]} of {need} tokens")
+                yield Finding(check="arrays", location=name, message=f"truncated: {lengths[name]} of {need} tokens")
 
 
 def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
@@ -113,7 +113,7 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
             versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
         for message in (*faults, *_turn_faults(row.trajectory, turns[i])):
-            yield Finding(check="arrays", where=where, message=message)
+            yield Finding(check="arrays", location=where, message=message)
 
 
 def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float, int]]) -> Iterable[str]:
@@ -146,29 +146,29 @@ def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
     versions = t.versions[t.sampled]
     if len(versions) and int(versions.min()) < t.v_traj:
         message = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
-        yield Finding(check="bound", where=where, message=message)
+        yield Finding(check="bound", location=where, message=message)
     if row.fate is not Fate.CONSUMED:
         return
     if t.v_traj > row.step or row.step > t.v_traj + header.eta:
         message = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
-        yield Finding(check="bound", where=where, message=message)
+        yield Finding(check="bound", location=where, message=message)
     if len(versions) and int(versions.max()) > row.step:
         message = f"a token of version {versions.max()}, consumed by step {row.step}"
-        yield Finding(check="bound", where=where, message=message)
+        yield Finding(check="bound", location=where, message=message)
 
 
 def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
-            yield Finding(check="once", where=f"trajectory {trajectory}", message=f"stored {count} times")
+            yield Finding(check="once", location=f"trajectory {trajectory}", message=f"stored {count} times")
     consumed: dict[int, Counter[int]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
             consumed.setdefault(row.step, Counter())[row.trajectory.group] += 1
     trained = [r.step for r in records if r.kind == "step"]
     if trained != list(range(len(trained))):
-        yield Finding(check="once", where="steps", message=f"steps are not 0, 1, 2, ...: {trained[:20]}")
+        yield Finding(check="once", location="steps", message=f"steps are not 0, 1, 2, ...: {trained[:20]}")
     for step in sorted({*trained, *consumed}):
         groups = consumed.get(step, Counter())
         if len(groups) != header.groups_per_step or set(groups.values()) != {header.group_size}:
@@ -176,10 +176,10 @@ def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajecto
                 f"consumed {len(groups)} groups of sizes {sorted(set(groups.values()))}, "
                 f"a batch is {header.groups_per_step} of {header.group_size}"
             )
-            yield Finding(check="once", where=f"step {step}", message=message)
+            yield Finding(check="once", location=f"step {step}", message=message)
     for group, steps in _steps_by_group(rows).items():
         if len(steps) > 1:
-            yield Finding(check="once", where=f"group {group}", message=f"consumed by steps {sorted(steps)}")
+            yield Finding(check="once", location=f"group {group}", message=f"consumed by steps {sorted(steps)}")
 
 
 def _steps_by_group(rows: list[EndedTrajectory]) -> dict[int, set[int]]:
@@ -198,14 +198,14 @@ def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -
     lost = started - ended - live
     if lost:
         message = f"{len(lost)} trajectories are neither stored nor in flight, first {min(lost)}"
-        yield Finding(check="conservation", where=where, message=message)
+        yield Finding(check="conservation", location=where, message=message)
     both = (ended & live) | ((ended | live) - started)
     if both:
         message = f"{len(both)} trajectories are stored and in flight, or were never started, first {min(both)}"
-        yield Finding(check="conservation", where=where, message=message)
+        yield Finding(check="conservation", location=where, message=message)
     if dict(counts) != {k: v for k, v in record.ledger.num_ended.items() if v}:
         message = f"the ledger counted {record.ledger.num_ended}, the rows are {dict(counts)}"
-        yield Finding(check="conservation", where=where, message=message)
+        yield Finding(check="conservation", location=where, message=message)
 
 
 def _conservation(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
@@ -221,11 +221,11 @@ def _conservation(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
         yield from conservation_of(record, ended, counts)
     if records and at != len(rows):
         yield Finding(
-            check="conservation", where="rows", message=f"{len(rows)} rows, the step records account for {at}"
+            check="conservation", location="rows", message=f"{len(rows)} rows, the step records account for {at}"
         )
     if records and records[-1].kind == "end" and records[-1].ledger.num_live:
         message = f"{records[-1].ledger.num_live} trajectories still in flight after the end"
-        yield Finding(check="conservation", where="end", message=message)
+        yield Finding(check="conservation", location="end", message=message)
 
 
 def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
@@ -254,14 +254,14 @@ def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
             batch = [(r.trajectory, r.advantage) for r in by_step.get(record.step, [])]
             if batch_fingerprint(batch) != record.batch_fingerprint:
                 message = "the stored batch is not the one the trainer received"
-                yield Finding(check="fingerprints", where=where, message=message)
+                yield Finding(check="fingerprints", location=where, message=message)
     for i, row in enumerate(rows):
         for (instance, version), count in _sampled_by(row.trajectory).items():
             pulls = [(at, check) for at, check in checks if (check.instance, check.version) == (instance, version)]
             held_before = any(at <= i for at, check in pulls if not check.refused)
             if any(check.refused for _, check in pulls) and not held_before:
                 message = f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
-                yield Finding(check="fingerprints", where=f"trajectory {row.trajectory.id}", message=message)
+                yield Finding(check="fingerprints", location=f"trajectory {row.trajectory.id}", message=message)
     for record in records:
         where = f"{record.kind} {record.step}"
         for check in record.weight_checks:
@@ -271,4 +271,4 @@ def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
                 why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
                 out = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
                 message = f"{check.instance} {out} at version {check.version}: {why}"
-                yield Finding(check="fingerprints", where=where, message=message)
+                yield Finding(check="fingerprints", location=where, message=message)

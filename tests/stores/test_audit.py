@@ -253,7 +253,7 @@ def plant_faults(folder: Path, rng: random.Random, count: int) -> None:
 
 def finding_texts(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
     """Return findings as text, without details that depend on the reading order of the implementation."""
-    return [(f.check, f.where, "unreadable" if f.where == "store" else f.message) for f in findings]
+    return [(f.check, f.location, "unreadable" if f.location == "store" else f.message) for f in findings]
 
 
 @pytest.mark.parametrize("faults", [0, 1, 6])
@@ -276,7 +276,7 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     try:
         expected = plain_audit(store)
     except IndexError:  # of the model, which joins columns of different lengths
-        assert any(f.where.startswith("rows/") for f in report.findings)
+        assert any(f.location.startswith("rows/") for f in report.findings)
         return
     except ValueError:  # of the model, which reads a damaged file of columns whose lengths differ
         assert "arrays" in {f.check for f in report.findings}
@@ -413,7 +413,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
     ]
     expected += [(f"group {group}", f"consumed by steps {sorted(of)}") for group, of in groups.items() if len(of) > 1]
     header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, members_started=2)
-    assert [(f.where, f.message) for f in consumed.findings(header, trained, tables)] == expected
+    assert [(f.location, f.message) for f in consumed.findings(header, trained, tables)] == expected
 
 
 CHECK = st.builds(
@@ -505,7 +505,7 @@ def test_a_report_proves_something_only_if_something_was_checked(
     report = AuditReport(
         num_steps=steps, num_trajectories=7, num_tokens=8, max_staleness=2, checks=(),
         weights=WeightCounts(verified=verified),
-        findings=(Finding(check=check, where="w", message="m"),) if check else (),
+        findings=(Finding(check=check, location="w", message="m"),) if check else (),
     )  # fmt: skip
     assert (report.clean, report.proves, report.readable) == results
     assert report.verdict == verdict

@@ -564,7 +564,7 @@ def test_a_planted_fault_gives_its_finding(fault: Fault) -> None:
     matching = [
         f
         for f in found
-        if f.check == fault.check and re.fullmatch(fault.where, f.where) and re.fullmatch(fault.message, f.message)
+        if f.check == fault.check and re.fullmatch(fault.where, f.location) and re.fullmatch(fault.message, f.message)
     ]
     assert matching, found
     assert not fault.alone or found == matching

@@ -92,12 +92,12 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
     header = replace(HEADER, url=url)
     VersionedStore.create(tmp_path / "store", header)
     (tmp_path / "store").unlink()  # as after a kill before the path led to it
-    check_bucket(url, new=True)
+    check_bucket(url, must_be_new=True)
     store = VersionedStore.create(tmp_path / "store", header)
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
-    check_bucket(url, new=False)
+    check_bucket(url, must_be_new=False)
     with pytest.raises(ConfigError, match="there is a run's store already; choose another name"):
-        check_bucket(url, new=True)
+        check_bucket(url, must_be_new=True)
     with pytest.raises(ConfigError, match="there is a run's store already"):
         VersionedStore.create(tmp_path / "other", header)
     assert not (tmp_path / "other").exists()
@@ -105,12 +105,12 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
 
 def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the bucket cannot be used: The specified bucket does not exist; check the"):
-        check_bucket("s3://nobodys-bucket/run", new=True)
+        check_bucket("s3://nobodys-bucket/run", must_be_new=True)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(
         ConfigError, match=r"cannot be used: \[Errno 111\] Connection refused; check .*AWS_ENDPOINT_URL"
     ):
-        check_bucket(url, new=True)
+        check_bucket(url, must_be_new=True)
     for wrong in ("s3://bucket", "s3://bucket/", "s3:///prefix", "gs://bucket/prefix", "runs"):
         with pytest.raises(ConfigError, match="name one as s3://BUCKET/PREFIX"):
             split_url(wrong)

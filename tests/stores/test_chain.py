@@ -41,7 +41,7 @@ def make(path: Path, num_steps: int = 3) -> VersionedStore:
 
 
 def places(report: ChainReport) -> list[str]:
-    return [finding.where for finding in report.findings]
+    return [finding.location for finding in report.findings]
 
 
 def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_record_that_cannot_be_decoded_is_reported_after_the_last_good_one(
 
     monkeypatch.setattr(StoreReader, "record_texts", corrupt)
     (finding,) = check_chain(store).findings
-    assert finding.where == "step 0"
+    assert finding.location == "step 0"
     assert finding.message.startswith("what follows cannot be read: a record is corrupt: ")
 
 
@@ -272,4 +272,4 @@ def test_a_foreign_snapshot_is_found(tmp_path: Path) -> None:
     zarr.open_group(session.store, mode="r+").attrs["more"] = 1
     session.commit("tampered")
     (finding,) = check_chain(VersionedStore.open(tmp_path / "s")).findings
-    assert finding.where == "step 2"
+    assert finding.location == "step 2"

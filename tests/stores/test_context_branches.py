@@ -8,7 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.stores.context_branches import ContextBranch, longest_shared_prefix, places, ranges, training_sequences
+from staleflow.stores.context_branches import (
+    ContextBranch,
+    context_positions,
+    longest_shared_prefix,
+    ranges,
+    training_sequences,
+)
 
 
 @dataclass
@@ -52,8 +58,8 @@ def conversations(draw: st.DrawFn) -> NaiveConversation:
 def test_the_context_of_a_branch_is_that_of_its_parent_token(conversation: NaiveConversation) -> None:
     for place, context in enumerate(conversation.contexts):
         before = [branch for branch in conversation.branches if branch.start <= place]
-        assert places(before, place).tolist() == context
-    assert places(conversation.branches, len(conversation.contexts)).tolist() == conversation.now
+        assert context_positions(before, place).tolist() == context
+    assert context_positions(conversation.branches, len(conversation.contexts)).tolist() == conversation.now
 
 
 @given(conversations())

@@ -113,14 +113,14 @@ def test_truncated_responses_are_compared_with_complete_ones() -> None:
     assert [kind.name for kind in report.others] == ["truncated"]
     assert report.others[0].length_ratio is None
     assert report.lines[0].startswith(
-        "trained on though cut off at rollout.max_new_tokens: 480 of 2,080 responses (23%), 0."
+        "trained on though truncated at rollout.max_new_tokens: 480 of 2,080 responses (23%), 0."
     )
 
 
 def test_many_truncated_responses_are_reported_without_a_difference() -> None:
     like = (Fate.CONSUMED, AbortReason.NONE, 60, 5.0, 0.5, FinishReason.LENGTH)
     (line,) = bias_report(Table(CONSUMED, like)).lines
-    assert line == "trained on though cut off at rollout.max_new_tokens: 480 of 2,080 responses (23%)"
+    assert line == "trained on though truncated at rollout.max_new_tokens: 480 of 2,080 responses (23%)"
     few = (Fate.CONSUMED, AbortReason.NONE, 20, 5.0, 0.5, FinishReason.LENGTH)
     assert bias_report(Table(CONSUMED, few)).lines == []
 
@@ -212,7 +212,7 @@ def test_a_line_states_each_difference_and_its_direction() -> None:
             drop_kind(drop_bias.TRUNCATED, 4),
         ),
     ).lines
-    cut = "trained on though cut off at rollout.max_new_tokens: "
+    cut = "trained on though truncated at rollout.max_new_tokens: "
     assert lines == [
         "not trained on: higher responses (10 of 50) were 0.25 higher in reward (p < .001)",
         "not trained on: lower responses (10 of 50) were 1.5 lower in reward (p = 0.001), "

@@ -280,7 +280,7 @@ def test_weights_that_stop_arriving_give_a_one_line_error_and_leave_no_file(tmp_
     folder = WeightFolder(tmp_path / "weights")
 
     def arrive() -> None:
-        with folder.incoming(folder.path(PolicyVersion(3)), 8, 4) as incoming:
+        with folder.receive(folder.path(PolicyVersion(3)), 8, 4) as incoming:
             incoming.write(Piece(0, 4), b"some")
             raise OSError(28, "No space left on device")
 

@@ -48,7 +48,7 @@ def test_pieces_written_in_any_order_make_the_file(
 def test_a_version_is_listed_only_after_all_its_pieces_arrived(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     path = folder.path(PolicyVersion(3))
-    with folder.incoming(folder.path(PolicyVersion(3)), 3) as incoming:
+    with folder.receive(folder.path(PolicyVersion(3)), 3) as incoming:
         assert folder.versions() == []
         incoming.write(Piece(0, 3), b"abc")
         assert folder.versions() == []
@@ -60,16 +60,16 @@ def test_an_incomplete_version_leaves_no_file(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
     with (
         pytest.raises(StoreError, match=r"v00000003\.safetensors: 1 pieces have not arrived"),
-        folder.incoming(folder.path(PolicyVersion(3)), 3),
+        folder.receive(folder.path(PolicyVersion(3)), 3),
     ):
         pass
-    with pytest.raises(ZeroDivisionError), folder.incoming(folder.path(PolicyVersion(3)), 3):
+    with pytest.raises(ZeroDivisionError), folder.receive(folder.path(PolicyVersion(3)), 3):
         raise ZeroDivisionError
     assert os.listdir(folder.folder) == [".owner"]
 
 
 def test_a_version_without_bytes_is_complete_at_once(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "w")
-    with folder.incoming(folder.path(PolicyVersion(3)), 0):
+    with folder.receive(folder.path(PolicyVersion(3)), 0):
         pass
     assert folder.versions() == [3]

@@ -62,7 +62,7 @@ def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) ->
         before = flip(path)
         if findings := history_findings(store):
             assert {finding.check for finding in findings} == {snapshot_audit.CHECK}
-            assert all(finding.where.startswith("main, step ") for finding in findings)
+            assert all(finding.location.startswith("main, step ") for finding in findings)
             if audit(VersionedStore.open(store.path)).findings == sound:
                 earlier.update(finding.message.partition(",")[0] for finding in findings)
         path.write_bytes(before)
@@ -91,7 +91,7 @@ def test_every_corrupt_chunk_is_found(tmp_path: Path) -> None:
             path.write_bytes(before[: len(before) // 2])
         new = [f for f in audit(VersionedStore.open(store.path)).findings if f not in sound] or history_findings(store)
         assert new, f"{path.name}, {len(before)} bytes"
-        named |= {f.where for f in new}
+        named |= {f.location for f in new}
         path.write_bytes(before)
     assert {"tokens/ids", "tokens/logprobs", "tokens/mask", "rows/reward", "rows/offset", "text"} <= named
 

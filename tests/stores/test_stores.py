@@ -340,7 +340,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     corrupt_tokens(damaged)
     (chunk,) = damaged.damage()
     (finding, *_) = audit(damaged).findings
-    assert (finding.check, finding.where) == ("arrays", chunk.array)
+    assert (finding.check, finding.location) == ("arrays", chunk.array)
     assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.message
     assert "of 18 trajectories; the others can be read" in finding.message
     assert store.get(TrajectoryId(10**6)) is None

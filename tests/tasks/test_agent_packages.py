@@ -38,7 +38,7 @@ def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSett
 
 async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]) -> list[HostedStepResult]:
     texts = [turn.text for turn in turns]
-    key = EpisodeKey(task=0, member=0)
+    key = EpisodeKey(group=0, member=0)
     return [
         await episodes.step(key, task.record, texts[: n + 1], truncated=False, latest_turn=turn)
         for n, turn in enumerate(turns)

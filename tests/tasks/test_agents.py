@@ -190,7 +190,7 @@ def settings(
 async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> HostedStepResult:
     """Answer an agent with the last of these turns."""
     turn = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
-    key = EpisodeKey(task=int(task.record["index"]), member=member)
+    key = EpisodeKey(group=int(task.record["index"]), member=member)
     return await episodes.step(key, task.record, turns, truncated=more.pop("cut", False), latest_turn=turn, **more)
 
 
@@ -295,7 +295,7 @@ async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agen
         assert (cut.ended, cut.reward, cut.error) == (True, 1.0, "")
         # Its next turn does not fit, so the request is rejected.
         await acted(episodes, task, "a", member=2)
-        full = await episodes.end(EpisodeKey(task=0, member=2), task.record)
+        full = await episodes.end(EpisodeKey(group=0, member=2), task.record)
         assert (full.ended, full.reward, full.error) == (True, 1.0, "")
 
 
@@ -380,7 +380,7 @@ async def test_cancelling_an_episode_stops_its_agent_and_closes_its_session(agen
         await acted(episodes, task, "a")
         acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
         await asyncio.sleep(0.3)
-        episodes.cancel([EpisodeKey(task=0)])
+        episodes.cancel([EpisodeKey(group=0)])
         assert (await acting).error == "the episode was cancelled"
         assert len(episodes._endpoint.sessions) == 0
 

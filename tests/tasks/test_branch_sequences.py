@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.stores.context_branches import ContextBranch, places
+from staleflow.stores.context_branches import ContextBranch, context_positions
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.microbatches import Row, RowArrays
 from tests.tasks.branching import branching_row
@@ -69,7 +69,7 @@ def test_branch_gradients_match_one_pass_per_token(tiny_model: Path, aggregation
         behaviour = np.zeros(len(now.response), np.float32)
         for at in np.flatnonzero(now.sampled).tolist():
             place = at + len(now.prompt)
-            context = ids[places([branch for branch in now.branches if branch.start <= place], place)]
+            context = ids[context_positions([branch for branch in now.branches if branch.start <= place], place)]
             logits = policy_trainer.model(input_ids=torch.from_numpy(context[None])).logits[0, -1].float()
             logprob = logits.log_softmax(-1)[int(ids[place])]
             behaviour[at] = logprob.item()  # so that ratios are 1

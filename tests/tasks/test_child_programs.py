@@ -91,7 +91,7 @@ async def test_programs_of_an_agent_end_with_its_episode(agent: Path) -> None:
             if last:
                 assert (await acted(episodes, task, "start", last, member=member)).ended
             else:
-                episodes.cancel([EpisodeKey(task=0, member=member)])
+                episodes.cancel([EpisodeKey(group=0, member=member)])
             await until_gone(pids)
             assert not any(map(is_gone, staying)), "they belong to another episode"
     await until_gone(staying)

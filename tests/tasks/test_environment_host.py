@@ -43,8 +43,8 @@ class Environments:
     ) -> HostedStepResult:
         await asyncio.sleep(0)
         return (
-            HostedStepResult(ended=True, reward=key.task)
-            if key.task % 2
+            HostedStepResult(ended=True, reward=key.group)
+            if key.group % 2
             else HostedStepResult(messages=(Message("user", turns[-1]),))
         )
 
@@ -70,7 +70,7 @@ class Server:
             raise OSError("it is gone")
         none: dict[str, Any] = {"is_full": False, "has_observation": False, "restarted": False, "score": None}
         return [
-            EpisodeState(task=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), num_tokens=i, **none)
+            EpisodeState(group=GroupId(i), member=0, attempt=0, record={}, turns=(f"{i}",), num_tokens=i, **none)
             if i < 90
             else None
             for i, _ in keys
@@ -131,10 +131,10 @@ class SlowStepEnvironments(Environments):
     """Environments whose steps and ends take time and wait for a slot."""
 
     async def step(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
-        return HostedStepResult(messages=(Message("user", "0"),), seconds=1.0, waited_s=2.0)
+        return HostedStepResult(messages=(Message("user", "0"),), environment_s=1.0, waited_s=2.0)
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        return HostedStepResult(ended=True, reward=0.5, seconds=4.0, waited_s=8.0)
+        return HostedStepResult(ended=True, reward=0.5, environment_s=4.0, waited_s=8.0)
 
 
 class FullServer(Server):
@@ -162,7 +162,7 @@ class RecordingEnvironments(Environments):
         self.cancelled_tasks: list[int] = []
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
-        self.cancelled_tasks += [key.task for key in keys]
+        self.cancelled_tasks += [key.group for key in keys]
 
 
 class DifferentServer(Server):

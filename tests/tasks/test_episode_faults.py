@@ -120,7 +120,7 @@ async def test_daemon_children_of_an_environment_end_with_it(games: Path) -> Non
     async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
         (child,) = (await act(episodes, task, "child")).messages
         assert not is_gone(int(child.content))
-        episodes.cancel([EpisodeKey(task=0)])
+        episodes.cancel([EpisodeKey(group=0)])
         await until_gone(int(child.content))
 
 
@@ -132,7 +132,7 @@ async def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) ->
         other = asyncio.ensure_future(act(episodes, task, "b", member=1))
         await asyncio.sleep(0.1)
         begin = time.monotonic()
-        episodes.cancel([EpisodeKey(task=0), EpisodeKey(task=7)])
+        episodes.cancel([EpisodeKey(group=0), EpisodeKey(group=7)])
         assert (await waiting).error == "the episode was cancelled"
         assert (await other).messages == (Message("environment", "1"),)
         assert time.monotonic() - begin < 20
@@ -152,7 +152,7 @@ async def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> Non
         await act(episodes, task, "a")
         answer = await act(episodes, task, "a", "hang")
         assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
-        assert 0 < answer.seconds < 60
+        assert 0 < answer.environment_s < 60
 
 
 async def test_concurrent_steps_are_limited_by_concurrency(games: Path) -> None:

@@ -140,7 +140,7 @@ def test_random_step_sequences_match_a_simple_model(games: Path, requests: list[
         turns: dict[int, list[str]] = {0: [], 1: [], 2: []}
         where, attempt, ended, was_cut = [0, 0, 0], [0, 0, 0], [False] * 3, [False] * 3
         for member, what in requests:
-            key = EpisodeKey(task=0, member=member, attempt=attempt[member])
+            key = EpisodeKey(group=0, member=member, attempt=attempt[member])
             cut = False
             if what == "cancel":
                 hosts[where[member]].cancel([key])
@@ -249,7 +249,7 @@ async def test_a_coroutine_may_return_a_reward_when_its_episode_is_truncated(gam
             ((), True, 0.5, {"cut": 1.0}, "")
         ]
         await act(episodes, task, "a", member=2)
-        key = EpisodeKey(task=0, member=2)
+        key = EpisodeKey(group=0, member=2)
         assert [await episodes.end(key, task.record) for _ in range(2)][1].reward == 0.5
 
 
@@ -258,7 +258,7 @@ async def test_an_episode_that_ends_early_gets_no_turn_twice(games: Path, isolat
     """Its observation does not fit, so there is no further turn. A truncated turn is part of the episode."""
     async with host_episode(settings(f"{games}:counting", isolation=isolation)) as (episodes, task):
         await act(episodes, task, "a")
-        assert (await episodes.end(EpisodeKey(task=0), task.record)).reward == 1.0
+        assert (await episodes.end(EpisodeKey(group=0), task.record)).reward == 1.0
         assert (await act(episodes, task, "a", cut=True, member=1)).reward == 1.0
 
 

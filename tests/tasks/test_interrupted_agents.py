@@ -121,5 +121,5 @@ async def test_an_episode_of_a_lost_host_restarts_at_another(request_file: Path)
         key = {"Authorization": request.headers["Authorization"]}
         refused = await client.post(again.url, headers=key, content=again.content)
     assert refused.status_code == 401
-    other.cancel([EpisodeKey(task=0)])
+    other.cancel([EpisodeKey(group=0)])
     await other.close()

@@ -36,7 +36,7 @@ def play_on_two_hosts(
     async def work() -> list[HostedStepResult]:
         episodes, other = EpisodeHost(made), EpisodeHost(made)
         await episodes.check()
-        key = EpisodeKey(task=0)
+        key = EpisodeKey(group=0)
         results: list[HostedStepResult] = []
         for number in range(1, len(turns) + 1):
             results.append(await episodes.step(key, task.record, turns[:number], truncated=False))

@@ -36,7 +36,7 @@ class RealHost(ParameterHost):
 
     def publish(self, version: int) -> None:
         path = self._folder.path(PolicyVersion(version))
-        with self._folder.incoming(path, NUM_BYTES) as incoming:
+        with self._folder.receive(path, NUM_BYTES) as incoming:
             for piece in list(incoming.missing.values()):
                 incoming.write(piece, data_of(NUM_BYTES)[piece.offset : piece.offset + piece.size])
 
@@ -82,7 +82,7 @@ class Host:
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
         self.folder = WeightFolder(folder)
         if data is not None:
-            with self.folder.incoming(self.folder.path(V4), len(data)) as incoming:
+            with self.folder.receive(self.folder.path(V4), len(data)) as incoming:
                 for piece in list(incoming.missing.values()):
                     incoming.write(piece, data[piece.offset : piece.offset + piece.size])
         self.server = ParameterServer(str(folder), CALL_S, PIECE)

@@ -40,7 +40,7 @@ async def test_the_environments_of_the_page_are_played(name: str, heading: str, 
         found: list[Any] = []
         while not found or not found[-1].ended:
             turns.append(str((low + high) // 2))
-            found.append(await episodes.step(EpisodeKey(task=0), task.record, turns, truncated=False))
+            found.append(await episodes.step(EpisodeKey(group=0), task.record, turns, truncated=False))
             text = "".join(message.content for message in found[-1].messages)
             low, high = (int(turns[-1]) + 1, high) if text == "higher" else (low, int(turns[-1]) - 1)
     assert found[-1].reward == 1.0 and not found[-1].error

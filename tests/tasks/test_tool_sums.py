@@ -25,13 +25,13 @@ async def test_tool_results_in_the_example_prompts_match_the_calculator() -> Non
         await episodes.check()
         for number, (_, call, given, answer) in enumerate(examples):
             assert isinstance(call, Message) and isinstance(answer, Message)
-            key = EpisodeKey(task=3, member=number)
+            key = EpisodeKey(group=3, member=number)
             first = await episodes.step(key, task.record, [call.content], truncated=False)
             assert (first.ended, first.messages) == (False, (given,))
             last = await episodes.step(key, task.record, [call.content, answer.content], truncated=False)
             assert (last.ended, last.reward) == (True, 0.0)  # correct there, but not the task here
         right = task.record["answer"]
-        told = await episodes.step(EpisodeKey(task=3, member=2), task.record, [f"It is {right}"], truncated=False)
+        told = await episodes.step(EpisodeKey(group=3, member=2), task.record, [f"It is {right}"], truncated=False)
         assert (told.ended, told.reward) == (True, 1.0)
 
 

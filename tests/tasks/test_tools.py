@@ -220,7 +220,7 @@ def settings(job: Path, *overrides: str) -> EpisodeSettings:
 
 
 async def answers(episodes: EpisodeHost, turns: Sequence[str], task: Task, **key: Any) -> list[HostedStepResult]:
-    of = EpisodeKey(task=0, **key)
+    of = EpisodeKey(group=0, **key)
     cut = [turn.endswith("...") for turn in turns]
     return [await episodes.step(of, task.record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
@@ -237,7 +237,7 @@ async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> No
         assert second.messages == (Message("tool", "144"),)
         assert (last.ended, last.reward, last.error) == (True, 1.0, "")
         await answers(episodes, ["so 144 <calculator>1"], task, member=4)
-        early = await episodes.end(EpisodeKey(task=0, member=4), task.record)
+        early = await episodes.end(EpisodeKey(group=0, member=4), task.record)
         assert (early.ended, early.reward) == (True, 1.0), "the last turn is scored"
         (wrong,) = await answers(episodes, ["so 143"], task, member=1)
         assert (wrong.ended, wrong.reward) == (True, 0.0)
@@ -275,7 +275,7 @@ async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(tool_job:
     task = own.build().task(0, held_out=True)
     record = pickle.loads(pickle.dumps(EvaluationRecord.with_label("other", task.record)))
     async with host_episode(episode_settings) as (episodes, _):
-        key = EpisodeKey(task=-1, held_out=True)
+        key = EpisodeKey(group=-1, held_out=True)
         first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)
         last = await episodes.step(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)

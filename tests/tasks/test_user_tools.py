@@ -104,7 +104,7 @@ def results(job: Path, *turns: str) -> list[list[str]]:
         try:
             await episodes.check()
             record = episode_settings.source.build().task(0).record
-            keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
+            keys = [EpisodeKey(group=0, member=member) for member in range(len(turns))]
             requests = [
                 episodes.step(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)
             ]
