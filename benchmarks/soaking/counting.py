@@ -38,7 +38,7 @@ async def audited(run_dir: Path) -> list[str]:
         parsed: dict[str, Any] = json.loads(out)
     except ValueError:
         return [f"audit: {err.decode().strip()[-300:]}"]
-    return [f"audit, {item['check']}, {item['where']}: {item['what']}" for item in parsed["findings"]]
+    return [f"audit, {item['check']}, {item['location']}: {item['message']}" for item in parsed["findings"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ def test_a_job_with_an_environment_kind_of_a_package_runs(play: Path) -> None:
     assert tried.returncode == 0, tried.stderr
     parsed = json.loads(tried.stdout)
     assert (parsed["steps"], parsed["findings"], parsed["reward_errors"]) == (3, [], {})
-    assert parsed["reward"][1] == 2.0  # one for each of two rooms
+    assert parsed["reward_range"][1] == 2.0  # one for each of two rooms
 
 
 def test_a_reward_of_a_package_is_found_by_name(dungeons: Path, job: Path) -> None:

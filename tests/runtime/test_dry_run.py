@@ -94,7 +94,7 @@ def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job:
     assert (parsed["steps"], parsed["findings"]) == (3, [])
     error = "ValueError: not this one (mine.py, line 4)"
     assert list(parsed["reward_errors"]) == [error]
-    assert parsed["rewards"] + parsed["reward_errors"][error] >= 3 * 8 * 4
-    assert parsed["reward"][0] < parsed["reward"][1]
-    assert 0 < parsed["prompt_tokens"][0] <= parsed["prompt_tokens"][1] < 64
+    assert parsed["num_scored"] + parsed["reward_errors"][error] >= 3 * 8 * 4
+    assert parsed["reward_range"][0] < parsed["reward_range"][1]
+    assert 0 < parsed["prompt_length_range"][0] <= parsed["prompt_length_range"][1] < 64
     assert sorted(tmp_path.iterdir()) == before
