@@ -421,7 +421,7 @@ def _recorded_turns(
 ) -> dict[tuple[int, int], tuple[Turn, ...]]:
     """Turns of the multi-turn rows, keyed by (group, member); rows that cannot be read are omitted."""
     group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
-    positions = sorted(group_member_of_row)  # adjacent rows are read together
+    positions = sorted(group_member_of_row)  # near rows are read together
     turns_by_trajectory = {}
     for position, row in zip(positions, store.at_positions(positions), strict=True):
         turns: list[Turn] = []

@@ -250,9 +250,7 @@ class RunApi:
     def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
         """The beginnings of some trajectories' prompts and responses, by id."""
         snapshot = self._need(branch)
-        positions = sorted(
-            snapshot.position(id) for id in ids[: listing.ROWS_PER_PAGE]
-        )  # adjacent ones are read together
+        positions = sorted(snapshot.position(id) for id in ids[: listing.ROWS_PER_PAGE])  # near ones are read together
         texts_by_trajectory = {}
         for row in snapshot.store.at_positions(positions):
             if isinstance(row, UnreadableRow):

@@ -21,8 +21,6 @@ from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 WINDOW_ROWS = 512
 """Maximum number of rows that are read together."""
-MIN_BLOCK_READ = 8
-"""Fewer selected rows than this are read one by one; more are read together with the rows between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,12 +162,7 @@ def split_into_windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.i
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """Yield the rows at these positions, in order, reading one window at a time to limit memory."""
     for window in split_into_windows(rows):
-        start, stop = int(window[0]), int(window[-1]) + 1
-        if len(window) < MIN_BLOCK_READ:
-            yield list(store.at_positions(window.tolist()))
-        else:
-            block = list(store.readable(start, stop))
-            yield [block[i - start] for i in window.tolist()]
+        yield list(store.at_positions(window.tolist()))
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:

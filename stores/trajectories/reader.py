@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,21 +262,26 @@ class StoreReader:
     def readable(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The stored trajectories at positions start <= position < stop, with an UnreadableRow in place of each that is
         damaged."""
-        return self._readable(self._read_root(), start, stop)
+        return self._readable(self._read_root(), range(start, stop))
 
     def at_positions(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
-        Adjacent ones are read together."""
+        Ascending ones that are near each other are read together."""
         root = self._read_root()
-        position_list = list(positions)
-        start = 0
-        for i in range(1, len(position_list) + 1):
-            if i == len(position_list) or position_list[i] != position_list[i - 1] + 1:
-                yield from self._readable(root, position_list[start], position_list[i - 1] + 1)
-                start = i
+        block: list[int] = []
+        for position in positions:
+            if block and not block[-1] < position < block[0] + BLOCK_ROWS:
+                yield from self._readable(root, block)
+                block = []
+            block.append(position)
+        yield from self._readable(root, block)
 
-    def _readable(self, root: Any, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
-        rows = self._rows(root, start, stop)
+    def _readable(self, root: Any, positions: Sequence[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
+        """`at_positions` for ascending positions."""
+        if not positions:
+            return
+        first = positions[0]
+        rows = self._rows(root, first, positions[-1] + 1)[np.asarray(positions) - first]
         try:
             yield from list(self._block(root, rows))
             return

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.versioned import Ints, StoredIds, VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory
 from tests.stores.store_conformance import HEADER, ended, record
 
 
@@ -71,6 +73,23 @@ def test_rows_of_many_small_commits_are_read_without_the_space_between_commits(
     rows = list(store.ended())
     assert len(rows) == 160
     assert read["tokens/ids"] == sum(len(row.trajectory.prompt_tokens) + row.trajectory.num_tokens for row in rows)
+
+
+def test_scattered_rows_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(tmp_path / "s", 4)
+    reads: list[tuple[int, int]] = []
+    columns = VersionedStore._columns
+
+    def recorded(self: VersionedStore, root: Any, start: int, stop: int, wanted: Any) -> Any:
+        reads.append((start, stop))
+        return columns(self, root, start, stop, wanted)
+
+    monkeypatch.setattr(VersionedStore, "_columns", recorded)
+    monkeypatch.setattr(reader, "BLOCK_ROWS", 20)
+    positions = [1, 3, 9, 20, 21, 31, 5, 5]
+    rows = list(store.at_positions(positions))
+    assert [row.trajectory.id for row in rows if isinstance(row, EndedTrajectory)] == positions
+    assert reads == [(1, 21), (21, 32), (5, 6), (5, 6)]
 
 
 def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path, read: Counter[str]) -> None:
