@@ -20,7 +20,7 @@ from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
 from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import by_own_error
-from staleflow.pipeline.coordination.commands import Command, Route
+from staleflow.pipeline.coordination.commands import Command, Discard, Route
 from staleflow.pipeline.coordination.events import (
     Event,
     InstanceLost,
@@ -31,6 +31,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
 )
 from staleflow.pipeline.coordination.journal import CODEC, JournalEntry
+from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
@@ -161,6 +162,25 @@ def test_tokens_balance_if_each_is_stored_or_discarded_for_a_reason(recorded: Re
     assert result.findings == ()
     assert (result.sampled, result.stored, result.live) == (sum(sizes) + 7, sum(sizes), 0)
     assert result.discarded == {"its instance was lost": 7}
+
+
+@pytest.mark.parametrize("resumed_step", [4, 5])
+def test_tokens_discarded_at_an_end_that_a_resume_undoes_are_in_flight_then(
+    recorded: Recorded, resumed_step: int
+) -> None:
+    sizes = [recorded.stored(trajectory) for trajectory in range(2)]
+    for trajectory, size in enumerate(sizes):
+        recorded.sampled(trajectory, 0, size)
+    recorded.sampled(1, 0, 7, instance="rollout-1")
+    ending = Ending(
+        trajectory=TrajectoryId(1), group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=4
+    )
+    recorded.heard(Tick(), route(1, "rollout-1"))
+    recorded.heard(Tick(), Discard(endings=(ending,), versions=(PolicyVersion(0),)))
+    recorded.heard(RunResumed(step=resumed_step, num_ended=()))
+    result = recorded.balance()
+    assert result.discarded == ({"in flight when the run was resumed": 7} if resumed_step == 4 else {})
+    assert len(result.findings) == (resumed_step == 5)
 
 
 def test_tokens_lost_without_a_reason_are_found_even_if_sampled_again(recorded: Recorded) -> None:

@@ -54,8 +54,8 @@ class Reasons:
     _at: dict[int, str] = field(default_factory=dict)
     """The instance that each trajectory runs on."""
     _in_flight: set[int] = field(default_factory=set)
-    _trained: dict[int, int] = field(default_factory=dict)
-    """The step that each trajectory was trained in."""
+    _ended: dict[int, int] = field(default_factory=dict)
+    """The step in which each trajectory was trained on or discarded; a resume may undo it."""
 
     def hear(self, entry: journal.JournalEntry) -> None:
         """Take an entry of the journals, in their order."""
@@ -66,7 +66,7 @@ class Reasons:
     def _hear_event(self, event: Event) -> None:
         match event:
             case RunResumed(step=step):
-                undone = {t for t, at in self._trained.items() if at >= step}
+                undone = {t for t, at in self._ended.items() if at >= step}
                 for t in self._in_flight | undone:
                     self.why[t].add(RESUMED)
                 self._at.clear()
@@ -90,9 +90,10 @@ class Reasons:
             case Abort(trajectory=t):
                 self._discard(int(t), ABORTED)
             case Train(step=step, trajectories=trajectories):
-                self._trained |= {int(t): step for t in trajectories}
+                self._ended |= {int(t): step for t in trajectories}
                 self._in_flight -= {int(t) for t in trajectories}
             case Discard(endings=endings):
+                self._ended |= {int(ending.trajectory): ending.step for ending in endings}
                 self._in_flight -= {int(ending.trajectory) for ending in endings}
             case _:
                 pass
