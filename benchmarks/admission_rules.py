@@ -34,7 +34,7 @@ class PipelineDepth(Baseline):
                 f"to train; it must be at most {eta + 1}"
             )
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         return math.ceil(self.depth * ledger.groups_started)
 
 
@@ -94,7 +94,7 @@ class WindowedFifo(Baseline):
         window = max(1, int(self.window_share * (self.ahead + 1) * sizes["groups_per_step"]))
         return WindowedLedger(window, **sizes)
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
         return (self.ahead + 1 - trained) * ledger.groups_started
 
@@ -107,9 +107,9 @@ class OverProvision(Baseline):
 
     excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
-    waits = keeps_bound = False
+    awaits_due_groups = keeps_bound = False
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:
             return 0
         return math.ceil((1 + self.excess) * ledger.groups_started)

@@ -40,9 +40,9 @@ def find_matching(jobs: Sequence[dict[str, Any]], name_or_id: str) -> Match:
     job = (live_jobs or matches)[-1]  # the registry lists them in the order of their submission
     if len(matches) == 1:
         return Match(job)
-    choice = "the newest" + (" that has not ended" if live_jobs else "")
-    choice = "the one that has not ended" if len(live_jobs) == 1 else choice
-    return Match(job, f"{len(matches)} jobs match {name_or_id}; {job['id']} is {choice}")
+    chosen_job = "the newest" + (" that has not ended" if live_jobs else "")
+    chosen_job = "the one that has not ended" if len(live_jobs) == 1 else chosen_job
+    return Match(job, f"{len(matches)} jobs match {name_or_id}; {job['id']} is {chosen_job}")
 
 
 def find_unambiguous(jobs: Sequence[dict[str, Any]], name_or_id: str) -> dict[str, Any]:
@@ -68,13 +68,13 @@ def _all_matching(jobs: Sequence[dict[str, Any]], name_or_id: str) -> list[dict[
     return matches
 
 
-def refuse_second_job(other: dict[str, Any]) -> None:
-    """Raise ConfigError if another job uses the run folder of a submitted one, because both would write to it. other:
-    the registry's reply to the submission."""
-    if other:
+def refuse_second_job(other_job: dict[str, Any]) -> None:
+    """Raise ConfigError if another job uses the run folder of a submitted one, because both would write to it.
+    other_job: the registry's reply to the submission."""
+    if other_job:
         raise ConfigError(
-            f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "
-            f"`staleflow cancel {other['id']}` it first"
+            f"{other_job['run_dir']}: {other_job['id']} is {other_job['state']} and has this folder; wait until it "
+            f"ends, or `staleflow cancel {other_job['id']}` it first"
         )
 
 
@@ -112,11 +112,11 @@ async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
 
 async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
-    after = 0
+    num_read = 0
     async with cluster.open_client() as client:
         while True:
             state = (await find(client, id))["state"]
-            after, lines = await job_registry.ask(client, "lines", id=id, after=after)
+            num_read, lines = await job_registry.ask(client, "lines", id=id, after=num_read)
             for line in lines:
                 yield line
             if not follow or state in submitted_job.ENDED:

@@ -98,26 +98,27 @@ def _validate_evaluation(state: CoordinatorState) -> None:
             )
     if evaluation is None:
         return
-    sampling = {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
-    if evaluation.num_to_sample != sum(state.live_trajectories[member].phase in sampling for member in members):
+    sampling_phases = {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
+    if evaluation.num_to_sample != sum(state.live_trajectories[member].phase in sampling_phases for member in members):
         raise ProtocolViolation(
             f"evaluation {evaluation.number} has a wrong count of {evaluation.num_to_sample} trajectories to sample"
         )
-    if missing := [name for name in evaluation.pinned_instances if state.fleet.get(name) is None]:
-        raise ProtocolViolation(f"evaluation {evaluation.number} has pinned instances that are gone: {missing}")
+    if missing_ids := [name for name in evaluation.pinned_instances if state.fleet.get(name) is None]:
+        raise ProtocolViolation(f"evaluation {evaluation.number} has pinned instances that are gone: {missing_ids}")
     for member in members:
         trajectory = state.live_trajectories[member]
-        target = state.fleet.get(trajectory.instance)
+        serving_instance = state.fleet.get(trajectory.instance)
         if trajectory.v_traj not in {-1, evaluation.evaluated_version}:
             raise ProtocolViolation(
                 f"{trajectory.id} has version {trajectory.v_traj}, but {evaluation.evaluated_version} is evaluated"
             )
-        if target is not None and (
-            target.version != evaluation.evaluated_version or target.id not in evaluation.pinned_instances
+        if serving_instance is not None and (
+            serving_instance.version != evaluation.evaluated_version
+            or serving_instance.id not in evaluation.pinned_instances
         ):
             raise ProtocolViolation(
-                f"{trajectory.id} is sampled on {target.id} at version {target.version}, for an evaluation of "
-                f"version {evaluation.evaluated_version}"
+                f"{trajectory.id} is sampled on {trajectory.instance} at version {serving_instance.version}, for an "
+                f"evaluation of version {evaluation.evaluated_version}"
             )
 
 

@@ -178,7 +178,7 @@ async def _train(
         driver = Driver(
             config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=source_changes
         )
-        with start_records.recording_end(driver.report):
+        with start_records.record_end(driver.report):
             report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
     if resumption is not None and not report.steps:  # stopped before the run was resumed
         report.steps += resumption.steps

@@ -1,7 +1,7 @@
 """Submits jobs to a Dask cluster, where the driver is a Dask task that restarts on another worker if its worker dies.
 
-It runs in a thread of one of the workers that are assigned to its job. After a restart, and after a loss that ends the
-run, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
+The driver runs in a thread of one of the workers that are assigned to its job. After a restart, and after a loss that
+ends the run, it resumes from the run's newest resume point. A job ends as done, stopped on request, or
 failed with a reason. Driver, trainer and trajectory server must see the same run folder (runs_dir): on one machine, or
 on a shared file system.
 
@@ -124,19 +124,19 @@ async def _resume_to_end(
 
     num_trained, num_resumes = -1, 0
     while True:
-        exists = (config.run_dir / "store").exists()
-        steps, has_ended = count_committed_steps(config.run_dir) if exists else (0, False)
-        if has_ended and steps >= config.steps:
+        has_store = (config.run_dir / "store").exists()
+        num_steps, has_ended = count_committed_steps(config.run_dir) if has_store else (0, False)
+        if has_ended and num_steps >= config.steps:
             return "done", ""
         if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop
-        if steps > num_trained:
-            num_trained, num_resumes = steps, 0
+        if num_steps > num_trained:
+            num_trained, num_resumes = num_steps, 0
         try:
             end = await execute(
                 config,
                 RunListener(),
-                resume=exists or submission.resume,
+                resume=has_store or submission.resume,
                 locked=True,
                 driver_worker=driver_worker,
                 job_id=submission.id,

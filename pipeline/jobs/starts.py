@@ -68,20 +68,20 @@ class StartRecords(RunListener):
             self._write()
 
     @contextlib.contextmanager
-    def recording_end(self, report: RunReport) -> Iterator[None]:
+    def record_end(self, report: RunReport) -> Iterator[None]:
         """Context manager: writes how this start ended. report: the run's report, which the block completes."""
-        end = "stopped at once"
+        ending = "stopped at once"
         try:
             yield
-            end = f"stopped: {report.stopped}" if report.stopped else "done"
+            ending = f"stopped: {report.stopped}" if report.stopped else "done"
         except Exception as error:
-            end = f"failed: {error}"
+            ending = f"failed: {error}"
             raise
         finally:
-            self._end(report, end)
+            self._end(report, ending)
 
-    def _end(self, report: RunReport, end: str) -> None:
-        self._start.end, self._written_counts = end, (-1, -1)
+    def _end(self, report: RunReport, ending: str) -> None:
+        self._start.end, self._written_counts = ending, (-1, -1)
         if report.phases:
             phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
             self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}

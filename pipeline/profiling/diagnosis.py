@@ -205,7 +205,7 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             change=(("rollout.instances", sizes.instances + 1),),
         )
     finding = f"{waits} for the longest responses, and instances have room ({runs})"
-    if not sizes.admission.reserves:
+    if not sizes.admission.starts_all_reservable:
         change: tuple[tuple[str, float | str], ...] = (("staleness.admission", "staleflow"),)
         return diagnosis(cause=Cause.BOUND, finding=finding, advice='staleness.admission = "staleflow"', change=change)
     return diagnosis(

@@ -2,7 +2,7 @@
 trajectories in each phase, and each trajectory's marks (time and kind of an event). Numpy, pure.
 
 The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. Each start of
-a resumed run has a clock of its own; here the next start begins where the one before ended.
+a resumed run has its own clock; here each start begins where the previous one ended.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ class StepFunction:
         if not self.times or len(edges) < 2:
             return np.zeros(max(0, len(edges) - 1))
         times, values = np.frombuffer(self.times), np.asarray(self.values, np.float64)
-        area = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
-        area_past_end = np.maximum(edges - times[-1], 0) * values[-1]
-        total = np.interp(edges, times, area, left=0.0) + area_past_end
-        return np.asarray(np.diff(total) / np.maximum(np.diff(edges), 1e-12))
+        integrals = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
+        integral_past_end = np.maximum(edges - times[-1], 0) * values[-1]
+        integrals_at_edges = np.interp(edges, times, integrals, left=0.0) + integral_past_end
+        return np.asarray(np.diff(integrals_at_edges) / np.maximum(np.diff(edges), 1e-12))
 
-    def at(self, moments: Floats, before: int) -> npt.NDArray[np.int64]:
-        """Return the value at each of the given times. before: the value before the first change."""
-        values = np.asarray([before, *self.values], np.int64)
-        return values[np.searchsorted(np.frombuffer(self.times), moments, side="right")]
+    def at(self, times: Floats, default: int) -> npt.NDArray[np.int64]:
+        """Return the value at each of the given times. default: the value before the first change."""
+        values = np.asarray([default, *self.values], np.int64)
+        return values[np.searchsorted(np.frombuffer(self.times), times, side="right")]
 
 
 @dataclass(slots=True)
-class Lane:
+class InstanceHistory:
     """The history of one rollout instance. version: -1 while it is gone."""
 
     name: str
@@ -96,7 +96,7 @@ class JournalIndex:
 
     def __init__(self, members_per_group: int) -> None:
         self._members_per_group = members_per_group
-        self.lanes: dict[str, Lane] = {}
+        self.instances: dict[str, InstanceHistory] = {}
         self.training = StepFunction()
         """1 while a step is being trained."""
         self.step = StepFunction()
@@ -114,7 +114,7 @@ class JournalIndex:
         self.read_share = 1.0
         """Share of the journal that has been read; set by JournalFollower."""
         self._ids, self._times, self._kinds = array("q"), array("d"), array("b")
-        self._lane, self._detail = array("h"), array("q")
+        self._instance_indices, self._details = array("h"), array("q")
         self._names: list[str] = []
         self._texts: dict[str, int] = {}
         self._counts = [StepFunction() for _ in PHASE_LABELS]
@@ -122,45 +122,45 @@ class JournalIndex:
         self._current_phases: dict[int, tuple[int, str]] = {}
         """Phase of each live trajectory, and the instance that runs it."""
         self._start_offset_s = 0.0
-        """Time of the newest start: its entries count from there."""
+        """Time of the newest start, which its entries' times are relative to."""
 
         self._handlers: dict[str, Callable[[JsonObject, float], None]] = {
-            "RunResumed": self._resumed,
-            "GroupsArrived": self._arrived,
-            "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
-            "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
-            "TrajectoryFailed": lambda event, now: self._sampling_ended(event, now, FAILED),
-            "EnvironmentStepped": lambda event, now: self._environment_replied(
+            "RunResumed": self._on_run_resumed,
+            "GroupsArrived": self._on_groups_arrived,
+            "TrajectorySampled": lambda event, now: self._on_sampling_ended(event, now, SAMPLED),
+            "TrajectoryInterrupted": lambda event, now: self._on_sampling_ended(event, now, INTERRUPTED),
+            "TrajectoryFailed": lambda event, now: self._on_sampling_ended(event, now, FAILED),
+            "EnvironmentStepped": lambda event, now: self._on_environment_outcome(
                 event, now, ENVIRONMENT_STEPPED, event["tokens"]
             ),
-            "EnvironmentFailed": lambda event, now: self._environment_replied(
+            "EnvironmentFailed": lambda event, now: self._on_environment_outcome(
                 event, now, ENVIRONMENT_FAILED, self._text_index(event["error"])
             ),
-            "TrajectoryScored": self._scored,
-            "InstanceJoined": self._serves,
-            "PullFinished": self._serves,
-            "InstanceLost": self._lost,
-            "VersionPublished": self._published,
-            "StopRequested": self._stopped,
-            "Route": self._routed,
-            "StepEnvironment": self._environment_requested,
-            "Abort": self._aborted,
-            "Pull": self._pull_began,
-            "Train": self._training_began,
-            "Discard": self._discarded,
+            "TrajectoryScored": self._on_scored,
+            "InstanceJoined": self._on_version_loaded,
+            "PullFinished": self._on_version_loaded,
+            "InstanceLost": self._on_instance_lost,
+            "VersionPublished": self._on_published,
+            "StopRequested": self._on_stop_requested,
+            "Route": self._on_route,
+            "StepEnvironment": self._on_environment_requested,
+            "Abort": self._on_abort,
+            "Pull": self._on_pull,
+            "Train": self._on_train,
+            "Discard": self._on_discard,
         }
-        """By kind of event and command; the kinds that are not here change nothing that is shown."""
+        """By kind of event or command. Other kinds are ignored."""
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def begin_start(self) -> None:
-        """Begin the journal of the run's next start. What was in flight in the start before is dropped."""
-        for lane in self.lanes.values():
-            self._lose(lane, self.last_s)
+        """Begin the journal of the run's next start. Trajectories in flight in the previous start are dropped."""
+        for instance in self.instances.values():
+            self._reset_instance(instance, self.last_s)
         self.training.set(self.last_s, 0)
         self._current_phases.clear()
         self._num_in_phase = [0] * len(PHASE_LABELS)
-        self._note_counts(self.last_s)
+        self._record_counts(self.last_s)
         self._start_offset_s = self.last_s
         self.starts.append(self.last_s)
 
@@ -182,143 +182,143 @@ class JournalIndex:
         now = max(self.last_s, self._start_offset_s + now)
         self.last_s = now
         self.num_entries += kind != "RunResumed"
-        before = self._num_in_phase.copy()
+        previous_counts = self._num_in_phase.copy()
         if kind in self._handlers:
             self._handlers[kind](event, now)
         for command in commands:
             if command["type"] in self._handlers:
                 self._handlers[command["type"]](command, now)
-        if before != self._num_in_phase:
-            self._note_counts(now)
+        if previous_counts != self._num_in_phase:
+            self._record_counts(now)
 
-    def _arrived(self, event: JsonObject, now: float) -> None:
+    def _on_groups_arrived(self, event: JsonObject, now: float) -> None:
         for group in event["groups"]:
-            first = group["group"] * self._members_per_group
-            for id in range(first, first + self._members_per_group):
+            first_id = group["group"] * self._members_per_group
+            for id in range(first_id, first_id + self._members_per_group):
                 self._mark(id, now, ARRIVED)
-                self._move(id, WAITING)
+                self._set_phase(id, WAITING)
 
-    def _resumed(self, event: JsonObject, now: float) -> None:
+    def _on_run_resumed(self, event: JsonObject, now: float) -> None:
         for group in event.get("groups", ()):
             for member in group["members"]:
                 self._mark(member["trajectory"], now, ARRIVED)
                 phase = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
-                self._move(member["trajectory"], phase)
+                self._set_phase(member["trajectory"], phase)
 
-    def _scored(self, event: JsonObject, now: float) -> None:
+    def _on_scored(self, event: JsonObject, now: float) -> None:
         if self._current_phases.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
             self._mark(event["trajectory"], now, SCORED, detail=self._text_index(f"{event['reward']:g}"))
-            self._move(event["trajectory"], READY)
+            self._set_phase(event["trajectory"], READY)
 
-    def _published(self, event: JsonObject, now: float) -> None:
+    def _on_published(self, event: JsonObject, now: float) -> None:
         self.training.set(now, 0)
 
-    def _stopped(self, event: JsonObject, now: float) -> None:
+    def _on_stop_requested(self, event: JsonObject, now: float) -> None:
         self.notices.append((now, f"stop: {event['why']}"))
 
-    def _sampling_ended(self, event: JsonObject, now: float, kind: int) -> None:
-        lane = self._end_sampling(event["trajectory"], now)
-        if lane is not None:  # else an answer to an earlier routing
-            self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
-            self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
+    def _on_sampling_ended(self, event: JsonObject, now: float, kind: int) -> None:
+        instance = self._end_sampling(event["trajectory"], now)
+        if instance is not None:  # else an answer to an earlier routing
+            self._mark(event["trajectory"], now, kind, instance, event.get("tokens", 0))
+            self._set_phase(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
 
-    def _environment_requested(self, command: JsonObject, now: float) -> None:
+    def _on_environment_requested(self, command: JsonObject, now: float) -> None:
         id = command["trajectory"]
         if self._ids and self._ids[-1] == id and self._kinds[-1] == SAMPLED:
             self._kinds[-1] = TURN_SAMPLED
         else:
             self._mark(id, now, ENVIRONMENT_REQUESTED)
-        self._move(id, IN_ENVIRONMENT)
+        self._set_phase(id, IN_ENVIRONMENT)
 
-    def _environment_replied(self, event: JsonObject, now: float, kind: int, detail: int) -> None:
+    def _on_environment_outcome(self, event: JsonObject, now: float, kind: int, detail: int) -> None:
         if (
             self._current_phases.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
         ):  # else an answer that came too late
             self._mark(event["trajectory"], now, kind, detail=detail)
-            self._move(event["trajectory"], WAITING)
+            self._set_phase(event["trajectory"], WAITING)
 
-    def _serves(self, event: JsonObject, now: float) -> None:
+    def _on_version_loaded(self, event: JsonObject, now: float) -> None:
         name = event["instance"]
-        lane = self.lanes.setdefault(name, Lane(name))
+        instance = self.instances.setdefault(name, InstanceHistory(name))
         if name not in self._names:
             self._names.append(name)
-        lane.max_running = event.get("max_running", lane.max_running)
-        lane.version.set(now, event["version"])
-        lane.pulling.set(now, 0)
+        instance.max_running = event.get("max_running", instance.max_running)
+        instance.version.set(now, event["version"])
+        instance.pulling.set(now, 0)
 
-    def _lost(self, event: JsonObject, now: float) -> None:
-        lane = self.lanes[event["instance"]]
-        self.notices.append((now, f"{lane.name} lost: {event['why']}"))
+    def _on_instance_lost(self, event: JsonObject, now: float) -> None:
+        instance = self.instances[event["instance"]]
+        self.notices.append((now, f"{instance.name} lost: {event['why']}"))
         for id, (phase, name) in list(self._current_phases.items()):
-            if phase == RUNNING and name == lane.name:
-                self._mark(id, now, LOST, lane)
-                self._move(id, WAITING)
-        self._lose(lane, now)
+            if phase == RUNNING and name == instance.name:
+                self._mark(id, now, LOST, instance)
+                self._set_phase(id, WAITING)
+        self._reset_instance(instance, now)
 
-    def _routed(self, command: JsonObject, now: float) -> None:
-        lane = self.lanes[command["instance"]]
-        self._mark(command["trajectory"], now, ROUTED, lane, command["version"])
+    def _on_route(self, command: JsonObject, now: float) -> None:
+        instance = self.instances[command["instance"]]
+        self._mark(command["trajectory"], now, ROUTED, instance, command["version"])
         self._end_sampling(command["trajectory"], now)
-        self._move(command["trajectory"], RUNNING, lane.name)
-        lane.num_running += 1
-        lane.running.set(now, lane.num_running)
+        self._set_phase(command["trajectory"], RUNNING, instance.name)
+        instance.num_running += 1
+        instance.running.set(now, instance.num_running)
 
-    def _aborted(self, command: JsonObject, now: float) -> None:
+    def _on_abort(self, command: JsonObject, now: float) -> None:
         self._mark(command["trajectory"], now, ABORTED, self._end_sampling(command["trajectory"], now))
 
-    def _pull_began(self, command: JsonObject, now: float) -> None:
-        self.lanes[command["instance"]].pulling.set(now, 1)
+    def _on_pull(self, command: JsonObject, now: float) -> None:
+        self.instances[command["instance"]].pulling.set(now, 1)
 
-    def _training_began(self, command: JsonObject, now: float) -> None:
+    def _on_train(self, command: JsonObject, now: float) -> None:
         self.training.set(now, 1)
         self.step.set(now, command["step"])
         for id in command["trajectories"]:
             self._mark(id, now, TRAINED, detail=command["step"])
-            self._leave(id)
+            self._clear_phase(id)
 
-    def _discarded(self, command: JsonObject, now: float) -> None:
+    def _on_discard(self, command: JsonObject, now: float) -> None:
         for ending in command["endings"]:
             id = ending["trajectory"]
             self._end_sampling(id, now)
             self._mark(id, now, DISCARDED, detail=self._text_index(f"{ending['fate']}: {ending['reason']}"))
-            self._leave(id)
+            self._clear_phase(id)
 
-    def _end_sampling(self, id: int, now: float) -> Lane | None:
-        """Take a trajectory from the instance it runs on, if any; returns that."""
+    def _end_sampling(self, id: int, now: float) -> InstanceHistory | None:
+        """Remove a trajectory from the instance that runs it; returns the instance, or None if it is not running."""
         phase, name = self._current_phases.get(id, (READY, ""))
         if phase != RUNNING:
             return None
-        lane = self.lanes[name]
-        lane.num_running -= 1
-        lane.running.set(now, lane.num_running)
-        self._move(id, WAITING)
-        return lane
+        instance = self.instances[name]
+        instance.num_running -= 1
+        instance.running.set(now, instance.num_running)
+        self._set_phase(id, WAITING)
+        return instance
 
-    def _lose(self, lane: Lane, now: float) -> None:
-        lane.num_running = 0
-        lane.running.set(now, 0)
-        lane.pulling.set(now, 0)
-        lane.version.set(now, -1)
+    def _reset_instance(self, instance: InstanceHistory, now: float) -> None:
+        instance.num_running = 0
+        instance.running.set(now, 0)
+        instance.pulling.set(now, 0)
+        instance.version.set(now, -1)
 
-    def _move(self, id: int, phase: int, instance: str = "") -> None:
-        self._leave(id)
+    def _set_phase(self, id: int, phase: int, instance: str = "") -> None:
+        self._clear_phase(id)
         self._current_phases[id] = (phase, instance)
         self._num_in_phase[phase] += 1
 
-    def _leave(self, id: int) -> None:
+    def _clear_phase(self, id: int) -> None:
         if id in self._current_phases:
             self._num_in_phase[self._current_phases.pop(id)[0]] -= 1
 
-    def _note_counts(self, now: float) -> None:
+    def _record_counts(self, now: float) -> None:
         for function, count in zip(self._counts, self._num_in_phase, strict=True):
             function.set(now, count)
 
-    def _mark(self, id: int, now: float, kind: int, lane: Lane | None = None, detail: int = -1) -> None:
+    def _mark(self, id: int, now: float, kind: int, instance: InstanceHistory | None = None, detail: int = -1) -> None:
         self._ids.append(id)
         self._times.append(now)
         self._kinds.append(kind)
-        self._lane.append(-1 if lane is None else self._names.index(lane.name))
-        self._detail.append(detail)
+        self._instance_indices.append(-1 if instance is None else self._names.index(instance.name))
+        self._details.append(detail)
 
     def _text_index(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
@@ -332,8 +332,8 @@ class JournalIndex:
         texts = list(self._texts)
         marks = []
         for i in indices:
-            kind, detail = self._kinds[i], self._detail[i]
-            location = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
+            kind, detail = self._kinds[i], self._details[i]
+            location = self._names[self._instance_indices[i]] if self._instance_indices[i] >= 0 else ""
             text, phase = MARKS[kind]
             text_detail = texts[detail] if kind in TEXT_DETAILS else str(detail)
             marks.append(
@@ -361,12 +361,12 @@ class JournalIndex:
 
     def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:
         phases = []
-        for i, after in itertools.pairwise(marks):
-            start_s, end_s, phase = self._times[i], self._times[after], MARKS[self._kinds[i]][1]
+        for i, next_mark in itertools.pairwise(marks):
+            start_s, end_s, phase = self._times[i], self._times[next_mark], MARKS[self._kinds[i]][1]
             if phase != "sampling":
                 phases.append((start_s, end_s, phase, -1))
                 continue
-            version = self.lanes[self._names[self._lane[i]]].version
+            version = self.instances[self._names[self._instance_indices[i]]].version
             start, stop = bisect_right(version.times, start_s), bisect_left(version.times, end_s)
             edges = [start_s, *version.times[start:stop], end_s]
             versions = [version.values[max(0, k - 1)] for k in range(start, stop + 1)]
@@ -389,13 +389,13 @@ class JournalIndex:
             "last_s": self.last_s,
             "instances": [
                 {
-                    "name": lane.name,
-                    "max_running": lane.max_running,
-                    "version": lane.version.at(middles, -1).tolist(),
-                    "running": np.round(lane.running.means(edges), 3).tolist(),
-                    "pulling": np.round(lane.pulling.means(edges), 3).tolist(),
+                    "name": instance.name,
+                    "max_running": instance.max_running,
+                    "version": instance.version.at(middles, -1).tolist(),
+                    "running": np.round(instance.running.means(edges), 3).tolist(),
+                    "pulling": np.round(instance.pulling.means(edges), 3).tolist(),
                 }
-                for _, lane in sorted(self.lanes.items(), key=lambda item: (len(item[0]), item[0]))
+                for _, instance in sorted(self.instances.items(), key=lambda item: (len(item[0]), item[0]))
             ],
             "training": np.round(self.training.means(edges), 3).tolist(),
             "step": self.step.at(middles, -1).tolist(),

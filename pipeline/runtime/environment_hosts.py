@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """Seconds that a host waits for outcomes before it returns an empty list."""
-NUM_LATEST_OUTCOMES = 100
+FAILURE_WINDOW = 100
 """Number of latest outcomes in the share of failures that environment.max_failed_share limits."""
 RETRY_S = 0.5
 """Seconds before a step is sent again whose host could not reach the trajectory server."""
@@ -35,13 +35,13 @@ RETRY_S = 0.5
 
 @dataclass(slots=True)
 class _Host:
-    """An environment host. pending_steps: steps without an outcome. placement: incremented with each replacement or
-    move."""
+    """An environment host. pending_steps: steps without an outcome. placement_number:
+    incremented with each replacement or move."""
 
     name: str
     outbox: asyncio.Queue[StepEnvironment | CloseEnvironment] = field(default_factory=asyncio.Queue)
     pending_steps: dict[TrajectoryId, StepEnvironment] = field(default_factory=dict)
-    placement: int = 0
+    placement_number: int = 0
     num_false_losses: int = 0
     """Consecutive attempts in which it reported the trajectory server lost although the driver reaches it."""
     last_false_loss_s: float = -math.inf
@@ -69,7 +69,7 @@ class EnvironmentHosts:
         count = config.environment.hosts if config.has_environment else 0
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._has_logged_failure = False
-        self._latest_failures: deque[bool] = deque(maxlen=NUM_LATEST_OUTCOMES)
+        self._latest_failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         """Whether each of the latest outcomes was a failure."""
 
     def put(self, command: StepEnvironment | CloseEnvironment) -> None:
@@ -101,7 +101,7 @@ class EnvironmentHosts:
                 c for c in commands if isinstance(c, StepEnvironment) and host.pending_steps.get(c.trajectory) is c
             ]
             closed_episodes = tuple(c.trajectory for c in commands if isinstance(c, CloseEnvironment))
-            placement = host.placement
+            placement_number = host.placement_number
             try:
                 if closed_episodes:
                     await self._actors.ask(host.name, "close_episodes", closed_episodes)
@@ -116,12 +116,12 @@ class EnvironmentHosts:
             except (errors.ActorLost, errors.ActorFailed) as error:
                 if error.actor != host.name:
                     raise
-                await self._replace(host, placement, error)
+                await self._replace(host, placement_number, error)
 
     async def _receive_outcomes(self, host: _Host) -> None:
         """Emit the outcomes of a host's steps."""
         while True:
-            placement = host.placement
+            placement_number = host.placement_number
             try:
                 outcomes: list[EnvStepOutcome] = await self._actors.ask(
                     host.name,
@@ -133,10 +133,10 @@ class EnvironmentHosts:
             except (errors.ActorLost, errors.ActorFailed) as error:
                 if error.actor != host.name:
                     raise
-                await self._replace(host, placement, error)
+                await self._replace(host, placement_number, error)
                 continue
-            if placement == host.placement and any(outcome.server_lost for outcome in outcomes):
-                await self._count_false_loss(host, placement)
+            if placement_number == host.placement_number and any(outcome.server_lost for outcome in outcomes):
+                await self._count_false_loss(host, placement_number)
             elif outcomes:
                 host.num_false_losses = 0
             for outcome in outcomes:
@@ -150,7 +150,7 @@ class EnvironmentHosts:
                 self._emit(self._make_event(outcome))
                 self._check_failures(outcome)
 
-    async def _count_false_loss(self, host: _Host, placement: int) -> None:
+    async def _count_false_loss(self, host: _Host, placement_number: int) -> None:
         """Count a false report that the trajectory server is lost; replace the host after MAX_FALSE_LOSSES of them.
         Reports of several steps within RETRY_S count once."""
         now = asyncio.get_running_loop().time()
@@ -160,12 +160,13 @@ class EnvironmentHosts:
         host.num_false_losses += 1
         if host.num_false_losses > MAX_FALSE_LOSSES:
             error = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
-            await self._replace(host, placement, error)
+            await self._replace(host, placement_number, error)
 
-    async def _replace(self, host: _Host, placement: int, error: errors.ActorLost | errors.ActorFailed) -> None:
-        """Replace a lost host and send it all pending steps. Does nothing if it was replaced since `placement`."""
+    async def _replace(self, host: _Host, placement_number: int, error: errors.ActorLost | errors.ActorFailed) -> None:
+        """Replace a lost host and send it all pending steps. Does nothing if it was replaced since
+        `placement_number`."""
         async with host.replace_lock:
-            if host.placement != placement:
+            if host.placement_number != placement_number:
                 return
             self._actors.record_loss(host.name, error)
             await self._actors.replace_reward_actor(host.name)
@@ -187,7 +188,7 @@ class EnvironmentHosts:
 
     def _resend_pending(self, host: _Host) -> None:
         """Queue all pending steps for a host that was replaced or moved."""
-        host.placement += 1
+        host.placement_number += 1
         host.num_false_losses = 0
         for step in host.pending_steps.values():
             host.outbox.put_nowait(step)
@@ -201,11 +202,11 @@ class EnvironmentHosts:
         max_share = self._config.environment.max_failed_share
         if (
             outcome.restart_reason
-            and len(self._latest_failures) == NUM_LATEST_OUTCOMES
-            and sum(self._latest_failures) > max_share * NUM_LATEST_OUTCOMES
+            and len(self._latest_failures) == FAILURE_WINDOW
+            and sum(self._latest_failures) > max_share * FAILURE_WINDOW
         ):
             raise errors.TooManyFailedEnvironments(
-                f"environments failed in {sum(self._latest_failures)} of their latest {NUM_LATEST_OUTCOMES} steps, "
+                f"environments failed in {sum(self._latest_failures)} of their latest {FAILURE_WINDOW} steps, "
                 f"environment.max_failed_share allows {max_share:g}; last: {outcome.restart_reason}"
             )
 

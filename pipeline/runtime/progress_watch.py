@@ -22,7 +22,7 @@ class ProgressWatch:
         self._actors = actors
         self._commit_queue = commit_queue
         self._deadlines = deadlines
-        self._progress_s = now_s()
+        self._last_progress_s = now_s()
         """Time of the last progress."""
         self._last_reports: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """(trajectory, tokens) in each instance's latest report."""
@@ -30,18 +30,18 @@ class ProgressWatch:
 
     def start(self) -> None:
         """Measure the time from now on."""
-        self._progress_s = now_s()
+        self._last_progress_s = now_s()
 
     def observe(self, event: Event) -> None:
         """Record an event, which may be progress."""
         if self._is_progress(event) or self._has_pending_calls():
-            self._progress_s = now_s()
+            self._last_progress_s = now_s()
 
     def check(self) -> None:
         """Raise RunStuck if there was no progress for longer than deadlines.train_s or stuck_s."""
         key = "train_s" if self._coordinator.is_training else "stuck_s"
         limit_s: float = getattr(self._deadlines, key)
-        if now_s() - self._progress_s > limit_s:
+        if now_s() - self._last_progress_s > limit_s:
             raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{key}): {self._coordinator.explain_waiting()}")
 
     def _is_progress(self, event: Event) -> bool:
@@ -50,8 +50,8 @@ class ProgressWatch:
             case Tick():
                 return False
             case InstanceReported(instance=instance, progress=progress):
-                previous, self._last_reports[instance] = self._last_reports.get(instance, ()), progress
-                return progress != previous
+                previous_progress, self._last_reports[instance] = self._last_reports.get(instance, ()), progress
+                return progress != previous_progress
             case _:
                 return True
 

@@ -102,8 +102,8 @@ def lowest_average(values: Sequence[float]) -> float | None:
     0.6
     """
     means = [
-        fmean(values[first : first + AVERAGED_STEPS])
-        for first in range(max(1, len(values) - AVERAGED_STEPS + 1))
+        fmean(values[start : start + AVERAGED_STEPS])
+        for start in range(max(1, len(values) - AVERAGED_STEPS + 1))
         if values
     ]
     return min(means, default=None)
@@ -120,14 +120,14 @@ class TrainingAlarms:
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Return the alarms of a finished training step, each a line with value, limit and remedy."""
         self._recent_ess.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
-        values, errors = zip(*self._recent_ess, strict=True)
-        ess, error = sum(values) / AVERAGED_STEPS, math.hypot(*errors) / AVERAGED_STEPS
+        values, stderrs = zip(*self._recent_ess, strict=True)
+        ess, stderr = sum(values) / AVERAGED_STEPS, math.hypot(*stderrs) / AVERAGED_STEPS
         alarms = []
-        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * error < MIN_ESS and self._raise_once("ess"):
+        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * stderr < MIN_ESS and self._raise_once("ess"):
             alarms.append(
                 f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
-                f"over {AVERAGED_STEPS} steps (standard error {error:.1g}), below {MIN_ESS:g}: few tokens outweigh the "
-                "batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
+                f"over {AVERAGED_STEPS} steps (standard error {stderr:.1g}), below {MIN_ESS:g}: few tokens outweigh "
+                "the batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
                 "(docs/losses.md)"
             )
         if (num_dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):

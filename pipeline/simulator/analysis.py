@@ -154,7 +154,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     cost = factories.cost_with_drafts(config, running)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
-    keeps_all = config.staleness.admission.waits and not config.batch.stragglers.truncates
+    keeps_all = config.staleness.admission.awaits_due_groups and not config.batch.stragglers.truncates
     longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
     return StepTimeBound(
         train_s=sum(s.finished_s - s.ready_s for s in steps) / count,

@@ -43,7 +43,7 @@ class Baseline(CappedAdmission):
     __slots__ = ()
 
     def make_ledger(self, **sizes: Any) -> StalenessLedger:
-        return StalenessLedger(**sizes) if self.waits else DroppingLedger(**sizes)
+        return StalenessLedger(**sizes) if self.awaits_due_groups else DroppingLedger(**sizes)
 
     def check(self, eta: int) -> None:
         """Raise ConfigError if the rule's settings contradict the bound."""
@@ -68,7 +68,7 @@ class OneStep(Baseline):
     def max_versions_behind(self, bound: int) -> int:
         return 1
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started
 
 
@@ -84,7 +84,7 @@ class Credits(Baseline):
 
     alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
-    waits = False
+    awaits_due_groups = False
 
     def check(self, eta: int) -> None:
         if math.ceil(self.alpha) > eta:
@@ -93,7 +93,7 @@ class Credits(Baseline):
                 f"staleness.eta allows {eta}; lower alpha or raise eta"
             )
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started + math.ceil(self.alpha * ledger.groups_started)
 
 
@@ -105,9 +105,9 @@ class Backlog(Baseline):
 
     eta: int = parameter()
 
-    waits = keeps_bound = False
+    awaits_due_groups = keeps_bound = False
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
 
 

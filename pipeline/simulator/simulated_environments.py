@@ -26,13 +26,13 @@ EnvironmentEvent = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
 
 @dataclass(slots=True)
 class _Episode:
-    """An open episode. turns: that its environment was asked to answer. waits: for the answer to the latest one.
-    in_step: its environment is taking that step. spent_s: by its environment."""
+    """An open episode. num_turns: turns that its environment was asked to answer. awaits_answer: whether the answer to
+    the latest is pending. is_stepping: whether the environment runs that step. spent_s: seconds of all its steps."""
 
     trajectory: TrajectoryId
-    turns: int = 0
-    waits: bool = False
-    in_step: bool = False
+    num_turns: int = 0
+    awaits_answer: bool = False
+    is_stepping: bool = False
     spent_s: float = 0.0
 
 
@@ -59,9 +59,9 @@ class SimulatedEnvironments:
         self._reward_s, self._overhead_s = config.simulation.reward_s, config.simulation.environment_overhead_s
         self._schedule_after = schedule_after
         self._on_result = on_result
-        self._open: dict[TrajectoryId, _Episode] = {}
+        self._open_episodes: dict[TrajectoryId, _Episode] = {}
         self._failures: Counter[TrajectoryId] = Counter()
-        self._free = config.environment.hosts * config.environment.concurrency
+        self._num_free_slots = config.environment.hosts * config.environment.concurrency
         self._queue: deque[Callable[[], None]] = deque()
         self._barrier = Barrier(self._release) if config.simulation.lock_step else None
 
@@ -71,12 +71,12 @@ class SimulatedEnvironments:
         turns = self._workload.turns(*divmod(abs(trajectory), self._members_per_group))
         return max(1, min(remaining_tokens(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
 
-    def begun(self, trajectory: TrajectoryId) -> None:
-        """Record that sampling of a trajectory's turn begins."""
+    def begin_turn(self, trajectory: TrajectoryId) -> None:
+        """Record that the sampling of a trajectory's turn begins."""
         if self._barrier is not None:
             self._barrier.enter(trajectory)
 
-    def ended(self, trajectory: TrajectoryId) -> None:
+    def end(self, trajectory: TrajectoryId) -> None:
         """Record that a trajectory has no more turns."""
         if self._barrier is not None:
             self._barrier.leave(trajectory)
@@ -84,72 +84,72 @@ class SimulatedEnvironments:
     def step(self, command: StepEnvironment, tokens: int) -> None:
         """Start an env step in reply to the turn that ends a response at `tokens` tokens, once there is a free slot."""
         trajectory = command.trajectory
-        episode = self._open.setdefault(trajectory, _Episode(trajectory))
-        episode.waits = True
+        episode = self._open_episodes.setdefault(trajectory, _Episode(trajectory))
+        episode.awaits_answer = True
         self._queue.append(lambda: self._begin(episode, command, tokens))
-        self._serve()
+        self._start_queued()
 
     def close_environment(self, trajectory: TrajectoryId) -> None:
         """Close an environment. A running step is cancelled."""
-        episode = self._open.pop(trajectory)
-        episode.waits = False
+        episode = self._open_episodes.pop(trajectory)
+        episode.awaits_answer = False
         self._failures.pop(trajectory, None)
         self._free_slot(episode)
 
-    def _serve(self) -> None:
-        while self._free and self._queue:
+    def _start_queued(self) -> None:
+        while self._num_free_slots and self._queue:
             self._queue.popleft()()
 
     def _begin(self, episode: _Episode, command: StepEnvironment, tokens: int) -> None:
-        if not episode.waits:  # dismissed while it waited for a place
+        if not episode.awaits_answer:  # closed while it waited for a slot
             return
-        self._free -= 1
-        episode.in_step = True
+        self._num_free_slots -= 1
+        episode.is_stepping = True
         seconds, event = self._outcome(episode, command, tokens)
         self._schedule_after(seconds, lambda: self._end(episode, event))
 
     def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, EnvironmentEvent]:
         trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
         group, member = divmod(abs(trajectory), self._members_per_group)
-        truncated = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
+        truncated = command.truncated or tokens >= self._max_tokens or episode.num_turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
-        answer = self._episodes.env_step(group, member, episode.turns, attempt=attempt, truncated=truncated)
-        episode.turns += 1
+        step_result = self._episodes.env_step(group, member, episode.num_turns, attempt=attempt, truncated=truncated)
+        episode.num_turns += 1
         allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
-        if answer.seconds > allowed_s:
+        if step_result.seconds > allowed_s:
             return allowed_s, EnvironmentFailed(
                 trajectory=trajectory, route_number=route_number, error=f"no answer in {allowed_s:g} s"
             )
-        episode.spent_s += answer.seconds
-        if answer.error:
-            return answer.seconds, EnvironmentFailed(
-                trajectory=trajectory, route_number=route_number, error=answer.error
+        episode.spent_s += step_result.seconds
+        if step_result.error:
+            return step_result.seconds, EnvironmentFailed(
+                trajectory=trajectory, route_number=route_number, error=step_result.error
             )
-        if answer.ended or tokens + answer.tokens >= self._max_tokens:
+        if step_result.ended or tokens + step_result.tokens >= self._max_tokens:
             reward = self._workload.reward(group, member)
-            return answer.seconds + self._reward_s, TrajectoryScored(trajectory=trajectory, reward=reward)
-        return answer.seconds, EnvironmentStepped(
-            trajectory=trajectory, route_number=route_number, tokens=tokens + answer.tokens
+            return step_result.seconds + self._reward_s, TrajectoryScored(trajectory=trajectory, reward=reward)
+        return step_result.seconds, EnvironmentStepped(
+            trajectory=trajectory, route_number=route_number, tokens=tokens + step_result.tokens
         )
 
     def _free_slot(self, episode: _Episode) -> None:
-        """Give the place of an episode to the next one, if it has one."""
-        self._free += episode.in_step
-        episode.in_step = False
-        self._serve()
+        """Free the slot that an episode occupies, if any."""
+        self._num_free_slots += episode.is_stepping
+        episode.is_stepping = False
+        self._start_queued()
 
     def _end(self, episode: _Episode, event: EnvironmentEvent) -> None:
         self._free_slot(episode)
-        if not episode.waits:
+        if not episode.awaits_answer:
             return
-        episode.waits = False
+        episode.awaits_answer = False
         match event:
             case TrajectoryScored():
-                del self._open[event.trajectory]
+                del self._open_episodes[event.trajectory]
                 self._failures.pop(event.trajectory, None)
-                self.ended(event.trajectory)
+                self.end(event.trajectory)
             case EnvironmentFailed():
-                del self._open[event.trajectory]
+                del self._open_episodes[event.trajectory]
                 self._failures[event.trajectory] += 1
         if not isinstance(event, EnvironmentStepped):
             self._on_result(event)
@@ -161,15 +161,15 @@ class SimulatedEnvironments:
             self._on_result(event)
 
     def _release(self, events: list[EnvironmentStepped]) -> None:
-        def tell() -> None:
+        def emit_all() -> None:
             for event in events:
                 self._emit_if_open(event)
 
-        self._schedule_after(self._overhead_s, tell)
+        self._schedule_after(self._overhead_s, emit_all)
 
     def _emit_if_open(self, event: EnvironmentStepped) -> None:
         """Report a result, unless the trajectory's environment was closed meanwhile."""
-        if event.trajectory in self._open:
+        if event.trajectory in self._open_episodes:
             self._on_result(event)
 
 
@@ -179,25 +179,25 @@ class Barrier:
 
     def __init__(self, release: Callable[[list[EnvironmentStepped]], None]) -> None:
         self._release = release
-        self._playing: set[TrajectoryId] = set()
-        self._held_back: dict[TrajectoryId, EnvironmentStepped] = {}
+        self._members: set[TrajectoryId] = set()
+        self._held_results: dict[TrajectoryId, EnvironmentStepped] = {}
 
     def enter(self, trajectory: TrajectoryId) -> None:
-        self._playing.add(trajectory)
+        self._members.add(trajectory)
 
     def hold(self, event: EnvironmentStepped) -> None:
-        self._held_back[event.trajectory] = event
+        self._held_results[event.trajectory] = event
         self._open_if_all_wait()
 
     def leave(self, trajectory: TrajectoryId) -> None:
-        self._playing.discard(trajectory)
-        self._held_back.pop(trajectory, None)
+        self._members.discard(trajectory)
+        self._held_results.pop(trajectory, None)
         self._open_if_all_wait()
 
     def _open_if_all_wait(self) -> None:
-        if self._held_back and len(self._held_back) == len(self._playing):
-            waiting, self._held_back = list(self._held_back.values()), {}
-            self._release(waiting)
+        if self._held_results and len(self._held_results) == len(self._members):
+            results, self._held_results = list(self._held_results.values()), {}
+            self._release(results)
 
 
 class SimulatedEvaluations:
@@ -221,7 +221,7 @@ class SimulatedEvaluations:
         self._is_due |= self._size > 0 and self._schedule.is_due(version)
         return self._next()
 
-    def concluded(self, *, abandoned: bool) -> EvaluationRequested | None:
+    def end(self, *, abandoned: bool) -> EvaluationRequested | None:
         """The request that follows the end of an evaluation, if another one is due."""
         self._is_running = False
         self._is_due |= abandoned

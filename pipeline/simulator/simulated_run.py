@@ -218,7 +218,7 @@ class SimulatedRun:
             case _ if isinstance(command, commands.InstanceCommand):
                 # Before the message arrives, because the trajectory may end before that.
                 if isinstance(command, commands.Route):
-                    self._environments.begun(command.trajectory)
+                    self._environments.begin_turn(command.trajectory)
                 if self._simulation.message_s:
                     self._schedule(self._now + self._simulation.message_s, lambda: self._on_instance(command))
                 else:
@@ -247,7 +247,7 @@ class SimulatedRun:
                 self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
                 self._drop_evaluation()
                 self._schedule(
-                    self._now, lambda: self._handle_if_any(self._evaluations.concluded(abandoned=command.abandoned))
+                    self._now, lambda: self._handle_if_any(self._evaluations.end(abandoned=command.abandoned))
                 )
             case commands.Discard():
                 for ending in command.endings:
@@ -255,7 +255,7 @@ class SimulatedRun:
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self._tokens.pop(ending.trajectory, None)
                     self._env_tokens.pop(ending.trajectory, None)
-                    self._environments.ended(ending.trajectory)
+                    self._environments.end(ending.trajectory)
 
     def _on_instance(self, command: commands.InstanceCommand) -> None:
         instance = self._instances.get(command.instance)
@@ -312,7 +312,7 @@ class SimulatedRun:
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
             self.trace.evaluated_tokens += self._response_cost(trajectory, self._tokens.pop(trajectory)).sampled
             self._env_tokens.pop(trajectory, None)
-            self._environments.ended(trajectory)
+            self._environments.end(trajectory)
 
     def _sample(self, instance: SimulatedInstance, command: commands.Route) -> None:
         group, member = self._workload_index(command.trajectory)

@@ -48,9 +48,9 @@ def run_tasks(settings: dict[str, Any]) -> Any:
         task_manager=manager,
     )
     return [
-        figure
+        metric
         for task, results in evaluation["results"].items()
-        for figure in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
+        for metric in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
     ]
 
 
@@ -58,15 +58,15 @@ def task_metrics(task: str, results: dict[str, Any], num_shots: int) -> list[dic
     """The metrics of a task or group of tasks, from the result of simple_evaluate. Keys are METRIC,FILTER."""
     rows: list[dict[str, Any]] = []
     for key, value in results.items():
-        metric, comma, name = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        stderr = results.get(f"{metric}_stderr,{name}")
+        stderr = results.get(f"{metric}_stderr,{filter_name}")
         rows.append(
             {
                 "task": task,
                 "metric": metric,
-                "filter": name,
+                "filter": filter_name,
                 "value": float(value),
                 "stderr": float(stderr) if isinstance(stderr, int | float) else None,
                 "num_documents": results.get("sample_len"),

@@ -26,10 +26,10 @@ class Admission(RegistryEntry, ABC):
     __slots__ = ()
     keeps_bound = True
     """Whether no trained trajectory is older than the bound allows."""
-    waits = True
-    """Whether a step waits for work that is due but unfinished."""
-    reserves = False
-    """Whether it starts all work that can reserve an entry."""
+    awaits_due_groups = True
+    """Whether a step waits for groups that are due but unfinished."""
+    starts_all_reservable = False
+    """Whether it starts all groups that can reserve an entry."""
 
     def make_ledger(self, **sizes: Any) -> StalenessLedger:
         """Create the ledger of a run under this rule. sizes: arguments of StalenessLedger."""
@@ -68,7 +68,7 @@ ADMISSION: Registry[Admission] = Registry(
 class ReservationAdmission(Admission):
     """StaleFlow: as many groups as can reserve an entry in a staleness buffer."""
 
-    reserves = True
+    starts_all_reservable = True
 
     def num_reservable(self, ledger: StalenessLedger) -> int:
         return ledger.num_reservable(ledger.version)
@@ -83,17 +83,17 @@ class CappedAdmission(Admission):
     __slots__ = ()
 
     @abstractmethod
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         """Maximum number of groups in flight."""
 
     def num_reservable(self, ledger: StalenessLedger) -> int:
-        num_free = self.cap(ledger) - ledger.num_reserved - ledger.num_occupied
+        num_free = self.max_in_flight(ledger) - ledger.num_reserved - ledger.num_occupied
         return min(ledger.num_reservable(ledger.version), max(0, num_free))
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        cap, in_flight = self.cap(ledger), ledger.num_reserved + ledger.num_occupied
-        if in_flight >= cap:
-            return f"{type(self).__name__.lower()}: {in_flight} of {cap} groups are in flight"
+        max_in_flight, in_flight = self.max_in_flight(ledger), ledger.num_reserved + ledger.num_occupied
+        if in_flight >= max_in_flight:
+            return f"{type(self).__name__.lower()}: {in_flight} of {max_in_flight} groups are in flight"
         return ledger.refusal(version)
 
 
@@ -105,7 +105,7 @@ class Synchronous(CappedAdmission):
     def max_versions_behind(self, bound: int) -> int:
         return 0
 
-    def cap(self, ledger: StalenessLedger) -> int:
+    def max_in_flight(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started if ledger.version == ledger.next_step else 0
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:

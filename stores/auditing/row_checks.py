@@ -1,7 +1,7 @@
 """Audit of rows with their tokens, in blocks of limited size, column by column.
 
-Rows are independent of each other but for the hash of a step's batch, which goes on from block to block; so ranges of
-rows can be checked apart, by several processes.
+Rows are independent of each other except for the hash of a step's batch, which continues from block to block; so ranges
+of rows can be checked by several processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOSE_S = 1e-6
 """Seconds that sums of the same times may differ by."""
 Ints = npt.NDArray[np.int64]
 GAP = 65_536
-"""Tokens between rows that are not read just because rows on both sides are."""
+"""Maximum unread tokens between two rows of one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,14 +166,14 @@ def read_blocks(store: StoreReader, start: int, stop: int, max_tokens: int) -> I
 
 
 def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Rows that are read together: no more than `max_tokens`, and without gaps."""
+    """Ranges of rows that are read together: at most `max_tokens` tokens, and no gap above GAP."""
     starts = rows["offset"]
     ends = starts + rows["prompt_tokens"] + rows["response_tokens"]
     a = 0
     while a < len(rows):
         extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(starts[a:])
-        apart = np.abs(starts[a + 1 :] - ends[a:-1]) > GAP
-        stops = (extent[1:] > max_tokens) | apart
+        has_gap = np.abs(starts[a + 1 :] - ends[a:-1]) > GAP
+        stops = (extent[1:] > max_tokens) | has_gap
         b = a + 1 + int(np.argmax(stops)) if stops.any() else len(rows)
         yield a, b
         a = b
@@ -184,7 +184,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
     mask = store.masks(start, start + len(tokens["ids"]))
     spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:
-        # Something contradicts something: the reader of single rows says what, if it is of consequence.
+        # Some columns contradict each other: the reader of single rows raises, if the row cannot be read.
         ended_trajectories = store.unpacked(rows, tokens, start, text, text_start)
         spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended_trajectories) for s in r.trajectory.spans])
     return RowBlock(
@@ -206,7 +206,7 @@ def _of_span(span: Span) -> tuple[str, int, int, float, int]:
 
 
 def _are_in_order(rows: Rows) -> bool:
-    """Whether rows lie one after another."""
+    """Whether rows are contiguous in the store."""
     offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
     return (
         bool((offsets[1:] == (offsets + prompt_lengths + responses)[:-1]).all())
@@ -215,12 +215,11 @@ def _are_in_order(rows: Rows) -> bool:
 
 
 def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
-    """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
-    or if they lie otherwise."""
+    """The spans of contiguous rows; None if the rows are not contiguous or anything in them is invalid."""
     offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
-    in_place = _are_in_order(rows)
+    is_valid = _are_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
-        in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
+        is_valid &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
     text_starts = (rows["text_offset"] - text_start).tolist()
     sizes = rows["text_bytes"].tolist()
     try:
@@ -228,7 +227,7 @@ def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: b
         spans = Spans.of([(i, *parse_span(*span)) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
-    if not in_place or len(extras) != len(rows) or (spans.sizes < 0).any():
+    if not is_valid or len(extras) != len(rows) or (spans.sizes < 0).any():
         return None
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
@@ -258,50 +257,51 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     oldest, newest = np.full(len(rows), np.iinfo(np.int64).max), np.full(len(rows), np.iinfo(np.int64).min)
     np.minimum.at(oldest, row_index, versions)
     np.maximum.at(newest, row_index, versions)
-    older = oldest < v_traj
-    outside = consumed_mask & ((v_traj > step) | (step > v_traj + eta))
-    newer = consumed_mask & (newest > step)
-    not_as_sampled = _not_as_sampled(block)
+    breaks_v_traj = oldest < v_traj
+    breaks_bound = consumed_mask & ((v_traj > step) | (step > v_traj + eta))
+    breaks_step = consumed_mask & (newest > step)
+    row_faults = _token_faults_by_row(block)
     turns = spans.turns(len(rows))
     stored = np.stack([rows[name] for name in TURNS], axis=1).astype(np.float64)
-    other = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
-    for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(rows)), [*not_as_sampled])).tolist():
+    breaks_turns = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
+    is_wrong = breaks_v_traj | breaks_bound | breaks_step | breaks_turns | np.isin(range(len(rows)), [*row_faults])
+    for i in np.flatnonzero(is_wrong).tolist():
         location = f"trajectory {rows['trajectory'][i]}"
-        if older[i]:
+        if breaks_v_traj[i]:
             message = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
             yield Finding(check=CHECK, location=location, message=message)
-        if outside[i]:
+        if breaks_bound[i]:
             message = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
             yield Finding(check=CHECK, location=location, message=message)
-        if newer[i]:
+        if breaks_step[i]:
             message = f"a token of version {newest[i]}, consumed by step {step[i]}"
             yield Finding(check=CHECK, location=location, message=message)
-        for message in not_as_sampled.get(i, ()):
+        for message in row_faults.get(i, ()):
             yield Finding(check="arrays", location=location, message=message)
-        if other[i]:
-            yield Finding(check="arrays", location=location, message=other_turns(turns[i], stored[i]))
+        if breaks_turns[i]:
+            yield Finding(check="arrays", location=location, message=describe_turns_mismatch(turns[i], stored[i]))
 
 
 def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]) -> Iterator[Finding]:
     """Tokens of instances that were out of service. start_row: number of the block's first row in the store."""
     spans = block.spans
     for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refusals])]).tolist():
-        of_row = [
+        row_spans = [
             (spans.instances[index], int(spans.versions[index]), int(spans.sizes[index]))
             for index in np.flatnonzero(spans.rows == i).tolist()
         ]
-        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, of_row, refusals)
+        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, row_spans, refusals)
 
 
-def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
+def describe_turns_mismatch(spans: Iterable[float], stored: Iterable[float]) -> str:
     """Describe a row whose spans and stored columns TURNS differ."""
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 
 
-def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
-    """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
-    if _are_in_order(block.rows):  # all at once, which is seldom more than a glance
+def _token_faults_by_row(block: RowBlock) -> dict[int, list[str]]:
+    """The `token_faults` of each row that has any, by row."""
+    if _are_in_order(block.rows):  # checks all rows at once, and single rows only on a mismatch
         offsets, prompts, responses = (block.rows[name] for name in SPAN_COLUMNS)
         token_range = slice(int(offsets[0]) - block.start, int((offsets + prompts + responses)[-1]) - block.start)
         sizes = np.stack([prompts, responses], axis=1).ravel()

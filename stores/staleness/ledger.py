@@ -96,15 +96,17 @@ class StalenessLedger:
 
     def refusal(self, version: PolicyVersion) -> str | None:
         """The reason why no more groups of `version` can reserve an entry; None if one can."""
-        return self._shortage(self.deadline(version), self._horizon())
+        return self._shortage(self.deadline(version), self._last_deadline())
 
     def num_reservable(self, version: PolicyVersion) -> int:
         """Number of additional groups of `version` that can reserve an entry now."""
         deadline = self.deadline(version)
         if deadline < self.next_step:
             return 0
-        free = (unreserved if unfilled > 0 else 0 for _, unreserved, unfilled in self._slack(deadline))
-        return max(0, min(free, default=0))
+        num_free = (
+            num_unreserved if num_unfilled > 0 else 0 for _, num_unreserved, num_unfilled in self._slack(deadline)
+        )
+        return max(0, min(num_free, default=0))
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
@@ -142,27 +144,28 @@ class StalenessLedger:
     def view(self) -> tuple[BufferView, ...]:
         """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
         steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
-        reserved: dict[int, dict[int, int]] = {b: {} for b in steps}
-        occupied: dict[int, dict[int, int]] = {b: {} for b in steps}
-        free = dict.fromkeys(steps, self.groups_started)
+        reserved: dict[int, dict[int, int]] = {step: {} for step in steps}
+        occupied: dict[int, dict[int, int]] = {step: {} for step in steps}
+        num_free = dict.fromkeys(steps, self.groups_started)
         for version in sorted(self._reserved, reverse=True):
             num_left = len(self._reserved[version])
-            for b in range(self.deadline(version), self.next_step - 1, -1):
-                n = min(num_left, free[b])
-                if n:
-                    reserved[b][version] = n
-                free[b] -= n
-                num_left -= n
+            for step in range(self.deadline(version), self.next_step - 1, -1):
+                count = min(num_left, num_free[step])
+                if count:
+                    reserved[step][version] = count
+                num_free[step] -= count
+                num_left -= count
         for version in sorted(self._occupied):
             num_left = len(self._occupied[version])
-            for b in steps:
-                n = min(num_left, free[b])
-                if n:
-                    occupied[b][version] = n
-                free[b] -= n
-                num_left -= n
+            for step in steps:
+                count = min(num_left, num_free[step])
+                if count:
+                    occupied[step][version] = count
+                num_free[step] -= count
+                num_left -= count
         return tuple(
-            BufferView(step=b, reserved=reserved[b], occupied=occupied[b], capacity=self.groups_per_step) for b in steps
+            BufferView(step=step, reserved=reserved[step], occupied=occupied[step], capacity=self.groups_per_step)
+            for step in steps
         )
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ class StalenessLedger:
         version, and with it its deadline, if all other reservations can still be kept. Raises ProtocolViolation if not:
         check `can_reserve` first.
         """
-        entry = self._live(group)
+        entry = self._live_entry(group)
         if member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
         if version > self.version or version < 0:
@@ -218,14 +221,14 @@ class StalenessLedger:
             entry.state, entry.version = EntryState.RESERVED, version
             self._reserved.setdefault(version, {})[group] = None
         elif version < entry.version:
-            self._leave(entry)
+            self._remove_from_index(entry)
             entry.version = version
             self._reserved.setdefault(version, {})[group] = None
         entry.routed.add(member)
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
         """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
-        entry = self._live(group)
+        entry = self._live_entry(group)
         if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
         entry.waiting.remove(member)
@@ -235,19 +238,19 @@ class StalenessLedger:
     def occupy(self, group: GroupId) -> tuple[Ending, ...]:
         """Turn a complete group's reservation into finished work; abort its surplus members and groups left without a
         step."""
-        entry = self._live(group)
+        entry = self._live_entry(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(
                 f"group {group} cannot be occupied: {entry.state.name}, {len(entry.completed)} done"
             )
-        self._leave(entry)
+        self._remove_from_index(entry)
         entry.state = EntryState.OCCUPIED
         self._occupied.setdefault(entry.version, {})[group] = None
         surplus = (*entry.completed[self.group_size :], *sorted(entry.waiting))
         entry.completed = entry.completed[: self.group_size]
         entry.waiting.clear()
         endings = self._end(entry, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
-        return (*endings, *self._shed())
+        return (*endings, *self._abort_surplus_groups())
 
     def consume(self, step: int) -> Consumption:
         """Give one batch to training step `step`, oldest versions first. Each step consumes once, in order, and only
@@ -256,12 +259,12 @@ class StalenessLedger:
             raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
         if not self.ready():
             raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
-        batch = self._batch()
+        batch = self._next_batch()
         for entry in batch:
             if not entry.version <= step <= entry.version + self.eta:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
         for entry in batch:
-            self._leave(entry)
+            self._remove_from_index(entry)
             del self.entries[entry.group]
         members = tuple(m for e in batch for m in e.completed)
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
@@ -271,12 +274,12 @@ class StalenessLedger:
             groups=tuple(e.group for e in batch),
             members=members,
             versions=tuple(e.version for e in batch),
-            surplus=self._shed(),
+            surplus=self._abort_surplus_groups(),
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
         """Abort a group, or one unfinished member of it if enough others remain. An aborted group's entry is freed."""
-        entry = self._live(group)
+        entry = self._live_entry(group)
         if member is not None:
             if member not in entry.waiting:
                 raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
@@ -294,7 +297,7 @@ class StalenessLedger:
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
         """Discard a complete group that is not worth training on. Its entry becomes free for a replacement."""
-        entry = self._live(group)
+        entry = self._live_entry(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
         self._drop(entry)
@@ -315,10 +318,10 @@ class StalenessLedger:
         """Check every invariant across collections, O(live groups); raises `ProtocolViolation` at the first broken."""
         self._validate_membership()
         self._validate_counts()
-        strict = self._reservations_per_step == self.groups_per_step
+        is_strict = self._reservations_per_step == self.groups_per_step
         for step, num_due, num_finished in self._due_counts(min(self.next_step, self.version)):
             num_entries = self.groups_per_step * max(0, step - self.next_step + 1)
-            if num_finished > num_entries or (strict and num_due > num_entries):
+            if num_finished > num_entries or (is_strict and num_due > num_entries):
                 raise ProtocolViolation(
                     f"{num_due} groups ({num_finished} finished) are due by step {step}, "
                     f"which has {num_entries} entries"
@@ -369,7 +372,7 @@ class StalenessLedger:
         it."""
         return min(self.groups_per_step, num_finished)
 
-    def _batch(self) -> list[Entry]:
+    def _next_batch(self) -> list[Entry]:
         """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""
         entries: list[Entry] = []
         for version in sorted(self._occupied):
@@ -379,7 +382,7 @@ class StalenessLedger:
                 entries.append(self.entries[group])
         return entries
 
-    def _horizon(self) -> int:
+    def _last_deadline(self) -> int:
         """The last step by which any existing or possible reservation is due."""
         return min(self.version + self.eta, self.num_steps - 1)
 
@@ -394,7 +397,7 @@ class StalenessLedger:
         """For each step from `first` to the last deadline: (step, number of groups with a reservation due by it, number
         of finished ones among them). No live group is due before `first`."""
         num_due = num_finished = 0
-        for step in range(first, self._horizon() + 1):
+        for step in range(first, self._last_deadline() + 1):
             for version in self._due_versions(step):
                 num_occupied = len(self._occupied.get(version, ()))
                 num_finished += num_occupied
@@ -414,16 +417,20 @@ class StalenessLedger:
                     self.groups_per_step * num_steps - num_finished,
                 )
 
-    def _shortage(self, deadline: int, last: int) -> str | None:
-        """The reason one more group due by `deadline` cannot reserve an entry, judged by the steps to `last`, or
+    def _shortage(self, deadline: int, last_step: int) -> str | None:
+        """The reason one more group due by `deadline` cannot reserve an entry, judged by the steps to `last_step`, or
         None."""
         if deadline < self.next_step:
             return f"it would have to be trained on by step {deadline}, the next is {self.next_step}"
-        for step, unreserved, unfilled in itertools.takewhile(lambda slack: slack[0] <= last, self._slack(deadline)):
-            if unreserved <= 0:
-                num_reserved = self.groups_started * (step - self.next_step + 1) - unreserved
-                return f"{num_reserved} groups have reserved the {num_reserved + unreserved} entries up to step {step}"
-            if unfilled <= 0:
+        for step, num_unreserved, num_unfilled in itertools.takewhile(
+            lambda slack: slack[0] <= last_step, self._slack(deadline)
+        ):
+            if num_unreserved <= 0:
+                num_reserved = self.groups_started * (step - self.next_step + 1) - num_unreserved
+                return (
+                    f"{num_reserved} groups have reserved the {num_reserved + num_unreserved} entries up to step {step}"
+                )
+            if num_unfilled <= 0:
                 return f"finished groups fill all entries up to step {step}"
         return None
 
@@ -432,13 +439,13 @@ class StalenessLedger:
         older only needs a deadline that is not over."""
         return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
 
-    def _live(self, group: GroupId) -> Entry:
+    def _live_entry(self, group: GroupId) -> Entry:
         entry = self.entries.get(group)
         if entry is None:
             raise ProtocolViolation(f"group {group} is not live")
         return entry
 
-    def _leave(self, entry: Entry) -> None:
+    def _remove_from_index(self, entry: Entry) -> None:
         """Remove the entry from the index of its state."""
         index = self._reserved if entry.state is EntryState.RESERVED else self._occupied
         groups = index[entry.version]
@@ -448,7 +455,7 @@ class StalenessLedger:
 
     def _drop(self, entry: Entry) -> None:
         if entry.state is not EntryState.QUEUED:
-            self._leave(entry)
+            self._remove_from_index(entry)
         del self.entries[entry.group]
 
     def _end(
@@ -463,7 +470,7 @@ class StalenessLedger:
         if count:
             self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + count
 
-    def _shed(self) -> tuple[Ending, ...]:
+    def _abort_surplus_groups(self) -> tuple[Ending, ...]:
         """Abort reserved groups left without a legal step; only redundancy leaves any."""
         if self._reservations_per_step == self.groups_per_step:
             return ()

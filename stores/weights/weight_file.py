@@ -31,13 +31,13 @@ each tensor begins at a multiple of its element size."""
 def write(path: Path, weights: Tensors | TensorStream) -> str:
     """Write weights to a file, and return their fingerprint. Raises OSError, and StoreError for a dtype that the format
     lacks."""
-    header, begins = layout(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
+    header, offsets = layout(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(fd, header, 0)
 
         def write_piece(name: str, offset: int, data: memoryview) -> None:
-            _write_all(fd, data, begins[name] + offset)
+            _write_all(fd, data, offsets[name] + offset)
 
         return fingerprint(weights, on_piece=write_piece)
     finally:
@@ -47,24 +47,24 @@ def write(path: Path, weights: Tensors | TensorStream) -> str:
 def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
     """Build the header of a file with these tensors. Returns it with the offset of each tensor by name."""
     entries: dict[str, object] = {}
-    begins, end = {}, 0
+    offsets, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):
         tensor = tensors[name]
-        begins[name], end = end, end + tensor.nbytes
+        offsets[name], end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": _type(name, tensor), "shape": list(tensor.shape), "data_offsets": [begins[name], end],
+            "dtype": _safetensors_type(name, tensor), "shape": list(tensor.shape), "data_offsets": [offsets[name], end],
         }  # fmt: skip
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {name: len(header) + begin for name, begin in begins.items()}
+    header_json = json.dumps(entries).encode()
+    header_json += b" " * (-len(header_json) % ALIGNMENT)
+    header = struct.pack("<Q", len(header_json)) + header_json
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
-def _type(name: str, tensor: torch.Tensor | Array) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    if kind not in TYPES:
-        raise StoreError(f"{name}: tensors of type {kind} cannot be published; types are {', '.join(TYPES)}")
-    return TYPES[kind]
+def _safetensors_type(name: str, tensor: torch.Tensor | Array) -> str:
+    dtype_name = str(tensor.dtype).removeprefix("torch.")
+    if dtype_name not in TYPES:
+        raise StoreError(f"{name}: tensors of type {dtype_name} cannot be published; types are {', '.join(TYPES)}")
+    return TYPES[dtype_name]
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:

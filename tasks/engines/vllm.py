@@ -86,9 +86,9 @@ class VllmEngine(EngineThread):
         )
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        result: Future[Any] = Future()
-        self._call(lambda: self._add_probe(tokens, result))
-        logprobs: tuple[float, ...] = result.result()
+        future: Future[Any] = Future()
+        self._call(lambda: self._add_probe(tokens, future))
+        logprobs: tuple[float, ...] = future.result()
         return logprobs
 
     # -- the engine's thread -------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class VllmEngine(EngineThread):
         self,
         key: str,
         tokens: Sequence[int],
-        sampling: Any,
+        sampling_params: Any,
         version: PolicyVersion,
         cache_salt: str | None = None,
         priority: int = 0,
@@ -139,7 +139,7 @@ class VllmEngine(EngineThread):
         core_request = engine.input_processor.process_inputs(
             key,
             tokens_input(list(tokens), cache_salt=cache_salt),
-            sampling,
+            sampling_params,
             core.get_supported_tasks(),
             lora_request=None if self._adapters is None else self._adapters.request(version),
             priority=priority,
@@ -160,22 +160,22 @@ class VllmEngine(EngineThread):
             detokenize=False,
         )
 
-    def _add_probe(self, tokens: Sequence[int], result: Future[Any]) -> None:
+    def _add_probe(self, tokens: Sequence[int], future: Future[Any]) -> None:
         from vllm import SamplingParams
 
         self._num_probes += 1
         key = f"probe-{self._num_probes}"
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         try:
             # Before all waiting requests, because a load waits for its probe.
-            self._add(key, tokens, sampling, self.version, priority=-1)
+            self._add(key, tokens, sampling_params, self.version, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
-            result.set_exception(error)
+            future.set_exception(error)
         else:
-            self._probes[key] = result
+            self._probes[key] = future
 
-    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
-        self._abort_in_vllm([running.key for running in stopped])
+    def _remove(self, requests: Sequence[RunningRequest]) -> None:
+        self._abort_in_vllm([running.key for running in requests])
         self._scheduler_statistics = self._scheduler.statistics()
 
     def _abort_in_vllm(self, keys: list[str]) -> None:
@@ -189,8 +189,8 @@ class VllmEngine(EngineThread):
     def _forget_all(self) -> None:
         if self._probes:
             self._engine.engine_core.abort_requests(list(self._probes))
-            for result in self._probes.values():
-                result.cancel()
+            for future in self._probes.values():
+                future.cancel()
             self._probes.clear()
         self._scheduler.reset()
         if self._adapters is not None:
@@ -252,10 +252,8 @@ class VllmEngine(EngineThread):
                     continue
                 self._leave(running)
                 if running.has_stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
-                    ended_by_stop = running.has_stopped or output.finish_reason == Reason.STOP
-                    self._outputs.append(
-                        running.sampled_tokens(FinishReason.STOP if ended_by_stop else FinishReason.LENGTH)
-                    )
+                    is_stop = running.has_stopped or output.finish_reason == Reason.STOP
+                    self._outputs.append(running.sampled_tokens(FinishReason.STOP if is_stop else FinishReason.LENGTH))
                 else:
                     self._fail(running.request, f"vLLM ended it: {output.finish_reason}")
             self._scheduler_statistics = self._scheduler.statistics()

@@ -37,11 +37,11 @@ class VllmScheduler:
         pool = scheduler.kv_cache_manager.block_pool
         num_used_blocks = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
         # A page is cached once it is full, and the last page of each request is not.
-        used_and_cached = max(0, num_used_blocks - len(scheduler.running))
+        num_used_cached_blocks = max(0, num_used_blocks - len(scheduler.running))
         return {
             "waiting": len(scheduler.waiting),
             "preemptions": self._preemptions,
-            "kept_tokens": self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
+            "kept_tokens": self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - num_used_cached_blocks),
             "prefilled_tokens": self._prefilled_tokens,
             "cached_tokens": self._cached_tokens,
             "drafts": self._speculation.num_drafts,
@@ -62,9 +62,9 @@ class VllmScheduler:
         with them."""
         if not keep:
             # Running requests return to vLLM's waiting queue with the tokens they have, and are prefilled again.
-            before = self._preemptions
+            num_preemptions = self._preemptions
             self._engine.reset_prefix_cache(reset_running_requests=True)
-            self._preemptions = before
+            self._preemptions = num_preemptions
         for request in self._scheduler.requests.values():
             if request.num_computed_tokens == 0:
                 # With its old salt it would reuse pages of the old version, and the next turn could not reuse its own.
@@ -81,14 +81,14 @@ class VllmScheduler:
         scheduler = self._scheduler
         preempt = scheduler._preempt_request
 
-        def counting_preempt(*args: Any, **kwargs: Any) -> Any:
+        def count_and_preempt(*args: Any, **kwargs: Any) -> Any:
             self._preemptions += 1
             return preempt(*args, **kwargs)
 
-        def count_cached(request: Any, num_cached: int) -> None:
+        def count_cached(request: Any, num_cached_tokens: int) -> None:
             if not request.skip_reading_prefix_cache:  # else a probe
-                self._cached_tokens += num_cached
-                self._prefilled_tokens += request.num_tokens - num_cached
+                self._cached_tokens += num_cached_tokens
+                self._prefilled_tokens += request.num_tokens - num_cached_tokens
 
-        scheduler._preempt_request = counting_preempt
+        scheduler._preempt_request = count_and_preempt
         scheduler.kv_cache_manager.record_prefix_cache_stats = count_cached

@@ -16,7 +16,7 @@ from typing import IO
 from staleflow.stores.printable import printable
 
 MAX_LINE_BYTES = 4000
-"""Maximum bytes of a line; the rest is not shown."""
+"""Maximum bytes of a line; longer lines are truncated."""
 DRAIN_TIMEOUT_S = 1.0
 """Seconds `wait` allows for the remaining output."""
 
@@ -53,10 +53,10 @@ class RelayedOutput:
 def _relay(stream: IO[bytes]) -> None:
     at_line_start = True
     with stream:
-        while piece := stream.readline(MAX_LINE_BYTES + 1):
-            line_complete = piece.endswith(b"\n")
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            ends_line = line.endswith(b"\n")
             if at_line_start:
                 # A standard error that is closed must not end this thread: whoever writes would get a broken pipe.
                 with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(sanitize_line(piece.decode("utf-8", "replace").rstrip("\n")) + "\n")
-            at_line_start = line_complete
+                    sys.stderr.write(sanitize_line(line.decode("utf-8", "replace").rstrip("\n")) + "\n")
+            at_line_start = ends_line

@@ -100,12 +100,12 @@ def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
 
 def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Tool]:
     """Load a user's tool. Returns its name and the tool. Raises ConfigError."""
-    loaded = load_tool(reference)
+    user_tool = load_tool(reference)
     server = ForkServer(ForkSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=config.memory_mib))
-    return loaded.name, Tool(
-        description=loaded.description,
-        parameters=loaded.parameters,
-        argument=positional_argument(loaded.parameters),
+    return user_tool.name, Tool(
+        description=user_tool.description,
+        parameters=user_tool.parameters,
+        argument=positional_argument(user_tool.parameters),
         run=functools.partial(_call_user_tool, server),
         server=server,
     )
@@ -159,13 +159,13 @@ async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool call in a model's turn. text: its argument, or all arguments as JSON for a user's tool. problem: why it
-    cannot be executed; empty if it can. tagged: whether it is written as <name>text</name>."""
+    """A tool call in a model's turn. text: its argument, or all arguments as JSON for a user's tool. error: why it
+    cannot be executed; empty if it can. is_tagged: whether it is written as <name>text</name>."""
 
     name: str = ""
     text: str = ""
     error: str = ""
-    tagged: bool = False
+    is_tagged: bool = False
 
 
 def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
@@ -185,21 +185,21 @@ def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
 
 def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
     if tool.server is None:
-        return ToolCall(name=name, text=text, tagged=True)
+        return ToolCall(name=name, text=text, is_tagged=True)
     if not tool.argument:
         arguments = ", ".join(tool.parameters["properties"])
-        problem = (
+        error = (
             f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {arguments or "none"}'
         )
-        return ToolCall(name=name, error=problem, tagged=True)
+        return ToolCall(name=name, error=error, is_tagged=True)
     value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])
-    return _user_tool_call(name, {tool.argument: value}, tool, tagged=True)
+    return _user_tool_call(name, {tool.argument: value}, tool, is_tagged=True)
 
 
-def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
-    if problem := argument_error(arguments, tool.parameters):
-        return ToolCall(name=name, error=f"{name}: {problem}", tagged=tagged)
-    return ToolCall(name=name, text=json.dumps(arguments), tagged=tagged)
+def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, is_tagged: bool = False) -> ToolCall:
+    if error := argument_error(arguments, tool.parameters):
+        return ToolCall(name=name, error=f"{name}: {error}", is_tagged=is_tagged)
+    return ToolCall(name=name, text=json.dumps(arguments), is_tagged=is_tagged)
 
 
 def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
@@ -252,7 +252,7 @@ class ToolEpisode:
             result = (
                 f"error: {error}" if error else await self._tools[call.name].run(call.text, timeout_s, self._config)
             )
-            results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.tagged else result))
+            results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.is_tagged else result))
             if index >= MAX_CALLS_PER_TURN:
                 break
         return EnvStepResult(messages=tuple(results))

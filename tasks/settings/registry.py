@@ -189,7 +189,11 @@ class Registry(Generic[T]):
     def missing(self, entry: object) -> list[str]:
         """Return the members of the contract that a class or object lacks."""
         members = (*inspect.get_annotations(self.contract), *vars(self.contract))
-        return [m for m in members if not m.startswith("_") and not _has(self.contract, m) and not _has(entry, m)]
+        return [
+            m
+            for m in members
+            if not m.startswith("_") and not _has_member(self.contract, m) and not _has_member(entry, m)
+        ]
 
 
 def parameters(entry: RegistryEntry) -> list[dataclasses.Field[Any]]:
@@ -197,7 +201,7 @@ def parameters(entry: RegistryEntry) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(entry) if PARAMETER in f.metadata]  # type: ignore[arg-type]
 
 
-def _has(entry: object, name: str) -> bool:
+def _has_member(entry: object, name: str) -> bool:
     """Whether an object has a member that is not abstract. Does not evaluate properties, which may be user code."""
     try:
         return not getattr(inspect.getattr_static(entry, name), "__isabstractmethod__", False)
@@ -228,8 +232,8 @@ class Choice(Knob):
             return ""
         if isinstance(value, str) and value in registry.unavailable:
             return f"= {shown(value)} {registry.unavailable[value]}"
-        others = [r for r in REGISTRIES if isinstance(value, str) and value in r]
-        suggestion = f"{others[0].key} = {value!r}" if len(others) == 1 else ""
+        other_registries = [r for r in REGISTRIES if isinstance(value, str) and value in r]
+        suggestion = f"{other_registries[0].key} = {value!r}" if len(other_registries) == 1 else ""
         return unknown_choice(value, registry.names, user_code=user_code, suggestion=suggestion)
 
     def read(self, value: object, hint: Any, source: str, key: str, root: type[Any]) -> Any:
@@ -248,10 +252,10 @@ class Choice(Knob):
         entry = self.registry.find(name)
         for knob in knobs:
             if knob not in keys_of(entry):
-                raise ConfigError(f"{source}: {key}.{knob}: {self._unknown(str(knob), name, key)}")
+                raise ConfigError(f"{source}: {key}.{knob}: {self._unknown_knob_error(str(knob), name, key)}")
         return entry(**read(entry, knobs, source, f"{key}.", root))
 
-    def _unknown(self, knob: str, name: str, key: str) -> str:
+    def _unknown_knob_error(self, knob: str, name: str, key: str) -> str:
         """Return an error text for a knob that the entry `name` does not have, with a suggestion."""
         registry, knobs = self.registry, keys_of(self.registry.find(name))
         if other_names := registry.with_knob(knob):

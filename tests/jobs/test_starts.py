@@ -25,11 +25,11 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
-    with pytest.raises(ActorLost), StartRecords(tmp_path, 3, 10.0).recording_end(lost):
+    with pytest.raises(ActorLost), StartRecords(tmp_path, 3, 10.0).record_end(lost):
         raise ActorLost("server is gone")
 
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
-    with StartRecords(tmp_path, 4, 12.0).recording_end(last):
+    with StartRecords(tmp_path, 4, 12.0).record_end(last):
         pass
     assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
@@ -50,9 +50,9 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 def test_a_stop_is_recorded(tmp_path: Path) -> None:
     outcomes = RunReport(stopped="cancelled")
-    with StartRecords(tmp_path, 0, 0.0).recording_end(outcomes):
+    with StartRecords(tmp_path, 0, 0.0).record_end(outcomes):
         pass
-    with pytest.raises(KeyboardInterrupt), StartRecords(tmp_path, 0, 0.0).recording_end(outcomes):
+    with pytest.raises(KeyboardInterrupt), StartRecords(tmp_path, 0, 0.0).record_end(outcomes):
         raise KeyboardInterrupt
     assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 

@@ -13,7 +13,7 @@ from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import measure_latencies
 from staleflow.pipeline.runtime import environment_hosts
-from staleflow.pipeline.runtime.environment_hosts import NUM_LATEST_OUTCOMES
+from staleflow.pipeline.runtime.environment_hosts import FAILURE_WINDOW
 from staleflow.stores.errors import TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
@@ -188,7 +188,7 @@ def test_episodes_lost_with_their_host_are_not_failures(body: Body, monkeypatch:
         return await step(self, key, record, turns, **more)
 
     monkeypatch.setattr(EmulatedEnvironments, "step", once_begun)
-    monkeypatch.setattr(environment_hosts, "NUM_LATEST_OUTCOMES", 1)
+    monkeypatch.setattr(environment_hosts, "FAILURE_WINDOW", 1)
     faults = [Fault(actor="environment-0", method="next_outcomes", nth=nth, dies="after") for nth in (5, 11, 17)]
     rules = ("environment.max_failed_share=0", "rollout.max_attempts=0", "workload.tool_s=0.5")
     run = body.checked_run(*AGENTS, *rules, faults=faults)
@@ -202,5 +202,5 @@ def test_environments_that_always_fail_end_the_run(body: Body) -> None:
     run = body.run(*AGENTS, "simulation.failed_step_share=1")
     error = run.raised()
     assert isinstance(error, TooManyFailedEnvironments)
-    assert f"environments failed in {NUM_LATEST_OUTCOMES} of their latest {NUM_LATEST_OUTCOMES} steps" in str(error)
+    assert f"environments failed in {FAILURE_WINDOW} of their latest {FAILURE_WINDOW} steps" in str(error)
     run.check_kept()

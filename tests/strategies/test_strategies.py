@@ -208,7 +208,7 @@ def test_every_rule_of_a_job_keeps_the_bound() -> None:
     """They wait for late work. Rules that drop it or train it late exist in the simulator only, to imitate other
     systems."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
-    assert all(rule.keeps_bound and rule.waits for rule in rules)
+    assert all(rule.keeps_bound and rule.awaits_due_groups for rule in rules)
     assert {type(rule.make_ledger(eta=1, groups_per_step=1, group_size=1)) for rule in rules} == {StalenessLedger}
     assert set(SIMULATED) == set(BASELINES.names)
 

@@ -271,7 +271,7 @@ async def host_episode(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost
 
 
 async def act(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:
-    return await episodes.step(EpisodeKey(**{"task": 0, **key}), of.record, turns, truncated=cut)
+    return await episodes.step(EpisodeKey(**{"group": 0, **key}), of.record, turns, truncated=cut)
 
 
 async def play_episode(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:

@@ -49,12 +49,12 @@ async def test_an_episode_is_identical_under_every_isolation_setting_and_host(
     assert task.prompt == "Guess a number from 1 to 8."
     async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
-        right = await play_episode(episodes, task, "12345678", task=4)
+        right = await play_episode(episodes, task, "12345678", group=4)
         number = len(right)
         assert 1 < number <= 5
         assert step_summaries(right[:-1]) == higher_summaries(*["higher"] * (number - 1))
         assert step_summaries(right[-1:]) == [((), True, 1.25 - 0.25 * number, {"left": 5 - number}, "")]
-        wrong = await play_episode(episodes, task, "88888", task=4, member=1)
+        wrong = await play_episode(episodes, task, "88888", group=4, member=1)
         assert step_summaries(wrong[:-1]) == higher_summaries(*["lower"] * 4)
         assert step_summaries(wrong[-1:]) == [((), True, -1.25, {}, "")]
 
@@ -304,9 +304,9 @@ async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(ga
         tasks[name] = replace(task, record=label_record(name, task.record))
     async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
-        assert step_summaries([await act(episodes, tasks["guess"], "8", task=0)]) == higher_summaries("lower")
-        assert step_summaries([await act(episodes, tasks["moody"], "8", task=1)]) == higher_summaries("1")
-        right = await act(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
+        assert step_summaries([await act(episodes, tasks["guess"], "8", group=0)]) == higher_summaries("lower")
+        assert step_summaries([await act(episodes, tasks["moody"], "8", group=1)]) == higher_summaries("1")
+        right = await act(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", group=2)
         assert (right.ended, right.reward, right.error) == (True, 1.0, "")
 
 
