@@ -17,7 +17,7 @@ from staleflow.stores.trajectory import AbortReason, Fate
 
 AT = {"step": "a step", "resume": "a resume", "end": "the end"}
 AUDIT_S = 600.0
-"""Seconds an audit may take."""
+"""Seconds an audit may take, counted anew when it is tried again."""
 STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 """How trajectories end that a run gives up at its end."""
 
@@ -25,15 +25,19 @@ STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 async def audited(run_dir: Path) -> list[str]:
     """The findings of `staleflow store audit`, at low priority: what a run does meanwhile is being timed. It is tried
     again while the store's bucket fails."""
-    async with asyncio.timeout(AUDIT_S):
-        while True:
-            process = await asyncio.create_subprocess_exec(
-                "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
-                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            out, err = await process.communicate()
-            if out or "does not take requests" not in err.decode():
-                break
+    while True:
+        process = await asyncio.create_subprocess_exec(
+            "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(AUDIT_S):
+                out, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if out or "does not take requests" not in err.decode():
+            break
     try:
         parsed: dict[str, Any] = json.loads(out)
     except ValueError:

@@ -130,9 +130,8 @@ class Spool:
         return set().union(*self._parts.values())
 
     def clear(self) -> None:
-        """Remove all entries; create the folder if it does not exist."""
+        """Remove all entries."""
         with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.iterdir():
                 path.unlink()
         self._parts, self._stored_by, self._size = {}, {}, 0

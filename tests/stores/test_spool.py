@@ -8,6 +8,7 @@ import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +139,15 @@ def test_entries_round_trip(entry: Entry) -> None:
     if isinstance(decoded, ObservationDelivered) and isinstance(entry, ObservationDelivered):
         assert (decoded.role, decoded.start, decoded.seconds) == (entry.role, entry.start, entry.seconds)
         np.testing.assert_array_equal(decoded.tokens, entry.tokens)
+
+
+def test_a_reward_that_is_a_numpy_number_is_spooled_as_a_number() -> None:
+    reward: Any = np.float32(0.5)
+    decoded = decode(
+        encode(RewardDelivered(trajectory=TrajectoryId(1), tokens=2, reward=reward, parts={}, error="", at_s=0.0))
+    )
+    assert isinstance(decoded, RewardDelivered)
+    assert decoded.reward == 0.5
 
 
 @given(data=st.binary(max_size=60))
