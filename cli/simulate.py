@@ -55,17 +55,17 @@ def simulate(
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
-    swept = parse_sweeps(sweeps, overrides)
+    values_by_key = parse_sweeps(sweeps, overrides)
     load: Callable[[tuple[str, ...]], Job] = partial(load_job, config_path)
     note = ""
     if run:
         run_inputs = recorded_run(Path(run))
         load, note, overrides = partial(stored_job, Path(run)), run_inputs.note, (*run_inputs.overrides, *overrides)
-    rows = variants(load, overrides, swept, baselines)
-    quiet = as_json or len(rows) == 1
-    results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=quiet))
+    rows = variants(load, overrides, values_by_key, baselines)
+    is_quiet = as_json or len(rows) == 1
+    results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=is_quiet))
     if not as_json and (note := note or assumptions(load(overrides))):
-        click.echo(note, err=True)  # not before: an error is to be one line
+        click.echo(note, err=True)  # printed last, so that an error is one line
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
         return
@@ -81,7 +81,7 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
     of the values would be ignored."""
     from staleflow.stores.errors import ConfigError
 
-    swept: dict[str, list[str]] = {}
+    values_by_key: dict[str, list[str]] = {}
     options = {override.partition("=")[0]: f"--set {override}" for override in overrides}
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
@@ -90,8 +90,8 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
         if key in options:
             raise ConfigError(f"--sweep {sweep}: {options[key]} gives {key} too; name each key once")
         options[key] = f"--sweep {sweep}"
-        swept[key] = values.split(",")
-    return swept
+        values_by_key[key] = values.split(",")
+    return values_by_key
 
 
 def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
@@ -112,24 +112,24 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
     table.add_column("dropped")
     table.add_column("recomputed", justify="right")
-    first = rows[0][1].steady_tokens_per_s
-    for label, m in rows:
-        total = sum(m.staleness.values()) or 1
-        shares = [m.staleness.get(k, 0) / total for k in range(max(m.staleness, default=0) + 1)]
+    baseline_tokens_per_s = rows[0][1].steady_tokens_per_s
+    for label, stats in rows:
+        total = sum(stats.staleness.values()) or 1
+        shares = [stats.staleness.get(k, 0) / total for k in range(max(stats.staleness, default=0) + 1)]
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
-        reasons = {r.partition(":")[2]: n for r, n in m.ended.items() if r != "consumed" and "run_ended" not in r}
+        reasons = {r.partition(":")[2]: n for r, n in stats.ended.items() if r != "consumed" and "run_ended" not in r}
         discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
             label,
-            f"{m.steady_tokens_per_s:,.0f}",
-            f"{m.steady_tokens_per_s / first:.2f}",
-            f"{m.step_s:.1f}",
-            f"{m.share_of_bound:.0%}",
-            f"{m.trainer_idle:.0%}",
-            f"{m.rollout_idle:.0%}",
-            histogram + ("" if m.bound_kept else "  (bound not kept)"),
+            f"{stats.steady_tokens_per_s:,.0f}",
+            f"{stats.steady_tokens_per_s / baseline_tokens_per_s:.2f}",
+            f"{stats.step_s:.1f}",
+            f"{stats.share_of_bound:.0%}",
+            f"{stats.trainer_idle:.0%}",
+            f"{stats.rollout_idle:.0%}",
+            histogram + ("" if stats.bound_kept else "  (bound not kept)"),
             discarded,
-            f"{m.reprefilled_tokens / 1e6:.1f} M",
+            f"{stats.reprefilled_tokens / 1e6:.1f} M",
         )
     console = Console()
     (console if console.is_terminal else Console(width=180)).print(table)

@@ -76,16 +76,16 @@ class RunResult:
         return f"<RunResult {self}>"
 
     def __str__(self) -> str:
-        return f"{self.run_dir}: {', '.join(f'{name} {value}' for name, value in self._shown())}"
+        return f"{self.run_dir}: {', '.join(f'{name} {value}' for name, value in self._summary_rows())}"
 
     def _repr_html_(self) -> str:
         rows = "".join(
             f'<tr><th style="text-align: left">{name}</th><td style="text-align: left">{html.escape(value)}</td></tr>'
-            for name, value in (("run", str(self.run_dir)), *self._shown())
+            for name, value in (("run", str(self.run_dir)), *self._summary_rows())
         )
         return f"<table>{rows}</table>"
 
-    def _shown(self) -> list[tuple[str, str]]:
+    def _summary_rows(self) -> list[tuple[str, str]]:
         """The most important numbers, by name."""
         summary = self.summary
         rows = [("steps", str(summary["steps"]))]

@@ -43,11 +43,11 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
 
-def from_tree_with_overrides(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+def from_tree_with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str) -> RunConfig:
     """Apply overrides to nested plain values, then build and check a RunConfig from them."""
     for override in sorted(overrides, key=_depth):
         apply_override(tree, override)
-    return from_tree(tree, where)
+    return from_tree(tree, source)
 
 
 def _depth(override: str) -> int:
@@ -55,20 +55,20 @@ def _depth(override: str) -> int:
     return override.partition("=")[0].count(".")
 
 
-def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
+def from_tree(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    config = build(RunConfig, _with_profile(with_named_tasks(tree, where), where), where)
-    check_across(config, where)
+    config = build(RunConfig, _with_profile(with_named_tasks(tree, source), source), source)
+    check_across(config, source)
     return config
 
 
-def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The tree with the profile's file name replaced by the costs in that file, so that later changes to the file do
     not affect the run."""
     name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree
-    setting = f"{where}: profile = {name!r}"
+    setting = f"{source}: profile = {name!r}"
     try:
         profile = json.loads(Path(name).read_text())
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}

@@ -62,7 +62,7 @@ class TaskTableConfig(SampledTaskConfig):
         return {**self.sources} if self.sources else {"": self}
 
 
-def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_named_tasks(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Move the [[task]] tables of a job's unchecked tree to task.sources. Raises ConfigError."""
     tables = tree.get("task")
     if not isinstance(tables, list):
@@ -71,8 +71,8 @@ def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     for number, table in enumerate(tables, 1):
         name = table.get("name") if isinstance(table, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise ConfigError(f'{where}: [[task]] number {number} needs a name, such as name = "sums"')
+            raise ConfigError(f'{source}: [[task]] number {number} needs a name, such as name = "sums"')
         if name in sources:
-            raise ConfigError(f"{where}: two [[task]] tables have name = {name!r}; rename one")
+            raise ConfigError(f"{source}: two [[task]] tables have name = {name!r}; rename one")
         sources[name] = {key: value for key, value in table.items() if key != "name"}
     return {**tree, "task": {TaskTableConfig.LIST_KEY: sources}}

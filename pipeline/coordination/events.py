@@ -18,7 +18,7 @@ class RunResumed:
     num_ended: tuple[tuple[str, int], ...]
     """Trajectories of the run so far, by "fate:reason"."""
     groups: tuple[GroupInFlight, ...] = ()
-    """In this order they fit: `plan_resume` has seen to it."""
+    """In an order in which all fit; see `plan_resume`."""
     num_groups: int = 0
     """Groups drawn by the time of `sources`."""
     sources: tuple[SourceState, ...] = ()
@@ -151,7 +151,7 @@ class EnvironmentStepped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentFailed:
     """The environment has failed. All of the trajectory but its prompt was dropped. lost: whether the episode was lost
-    with its host instead, and cannot be set back; this does not count as a failure."""
+    with its host instead, which does not count as a failure."""
 
     trajectory: TrajectoryId
     route_number: int

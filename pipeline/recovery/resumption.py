@@ -75,12 +75,12 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     if run_dir.resolve().name.startswith("."):
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
     config = load_job(run_dir, overrides)
-    length = f"training.schedule_steps={load_job(run_dir).steps}"
-    if config.training.schedule == "constant" or config.training.schedule_steps or length.endswith(f"={config.steps}"):
+    stored_steps = load_job(run_dir).steps
+    if config.training.schedule == "constant" or config.training.schedule_steps or config.steps == stored_steps:
         return config
     if any(override.startswith("training.schedule_steps=") for override in overrides):
         return config
-    return load_job(run_dir, (*overrides, length))
+    return load_job(run_dir, (*overrides, f"training.schedule_steps={stored_steps}"))
 
 
 def schedule_note(config: RunConfig) -> str:
@@ -111,20 +111,20 @@ def resume_version(config: RunConfig) -> PolicyVersion:
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
     check_header(config, store.header)
-    stored = store.summary()
-    num_trained = stored.num_steps
-    if num_trained > config.steps or (num_trained == config.steps and stored.ended):
+    summary = store.summary()
+    num_trained = summary.num_steps
+    if num_trained > config.steps or (num_trained == config.steps and summary.ended):
         raise ConfigError(
             f"{run_dir}: all {num_trained} steps are trained; set steps=N with a larger N to train further"
         )
     points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= num_trained]
-    every = config.training.resume_every
+    resume_every = config.training.resume_every
     # The trainer writes the second point only after the first one is complete.
-    has_first_point = num_trained <= 2 * every and (run_dir / "resume").is_dir()
+    has_first_point = num_trained <= 2 * resume_every and (run_dir / "resume").is_dir()
     if num_trained and not points and not has_first_point:
         raise ConfigError(
             f"{run_dir}: {num_trained} steps are stored but there is no complete resume point; "
-            f"training.resume_every was {every}"
+            f"training.resume_every was {resume_every}"
         )
     return points[-1] if points else PolicyVersion(0)
 
@@ -150,17 +150,17 @@ def _refuse_lost_store(run_dir: Path) -> None:
 
 def check_header(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was created with another staleness bound or other batch sizes than the job's."""
-    job = actor_settings.run_header(config)
+    job_header = actor_settings.run_header(config)
     fixed_values = (
-        ("staleness.eta", job.eta, header.eta),
-        ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
-        ("batch.group_size", job.group_size, header.group_size),
-        ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
+        ("staleness.eta", job_header.eta, header.eta),
+        ("batch.groups_per_step", job_header.groups_per_step, header.groups_per_step),
+        ("batch.group_size", job_header.group_size, header.group_size),
+        ("batch.group_size + batch.extra_members", job_header.members_started, header.members_started),
     )
-    for key, job_value, stored in fixed_values:
-        if job_value != stored:
+    for key, job_value, store_value in fixed_values:
+        if job_value != store_value:
             raise ConfigError(
-                f"{config.run_dir}: {key} = {job_value} in config.toml, {stored} in the store, which another job "
+                f"{config.run_dir}: {key} = {job_value} in config.toml, {store_value} in the store, which another job "
                 "created; restore that job's config.toml"
             )
 

@@ -185,7 +185,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
     spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:
         # Some columns contradict each other: the reader of single rows raises, if the row cannot be read.
-        ended_trajectories = store.unpacked(rows, tokens, start, text, text_start)
+        ended_trajectories = store.unpack(rows, tokens, start, text, text_start)
         spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended_trajectories) for s in r.trajectory.spans])
     return RowBlock(
         rows=rows,

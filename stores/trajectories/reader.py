@@ -1,7 +1,7 @@
 """Reads a store at a snapshot, or the current state of a branch: commits, trajectories, columns, damage.
 
-What is asked for is read and nothing else: `summary` reads a few numbers per commit, `commits` the records of commits
-but no row, columns come in the range that is asked for.
+Reads only what is requested: `summary` reads a few numbers per commit, `commits` the records of commits but no row, and
+columns are read in the requested range.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Summary:
 class ArrayCache:
     """The arrays of a session by name, each opened once. Raises StoreError if their metadata cannot be read.
 
-    where: the store's path or URL, for messages.
+    location: the store's path or URL, for messages.
     """
 
-    def __init__(self, session: Any, where: str) -> None:
-        self._where = where
-        with self._damage_named("the store"):
+    def __init__(self, session: Any, location: str) -> None:
+        self._location = location
+        with self._naming_damage("the store"):
             self._group = zarr.open_group(session.store, mode="r")
         self._arrays: dict[str, Any] = {}
 
@@ -121,35 +121,35 @@ class ArrayCache:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._arrays:
-            with self._damage_named(name):
+            with self._naming_damage(name):
                 self._arrays[name] = self._group[name]
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
-        with self._damage_named(name):
+        with self._naming_damage(name):
             return name in self._arrays or name in self._group
 
     @contextlib.contextmanager
-    def _damage_named(self, name: str) -> Iterator[None]:
+    def _naming_damage(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # json, zarr and icechunk each raise their own for damaged metadata
-            raise store_error(Path(self._where), f"{name} cannot be read", error) from error
+            raise store_error(Path(self._location), f"{name} cannot be read", error) from error
 
 
 class StoreReader:
     """A store at a snapshot, or a branch of it. Read-only, so threads may share one."""
 
-    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
+    def __init__(self, repository: Any, *, at_snapshot: str | None, location: str, branch: str = MAIN) -> None:
         self._repository = repository
         self._at_snapshot = at_snapshot
         self._branch = branch
-        self._where = where
+        self._location = location
         self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
         self._first_entry = entry_of(json.dumps(attributes.get("header"), sort_keys=True).encode())
-        check_format(attributes.get("format"), where)
-        with raised_as(StoreError, f"{where}: the store's header is corrupt", ValueError):
+        check_format(attributes.get("format"), location)
+        with raised_as(StoreError, f"{location}: the store's header is corrupt", ValueError):
             self.header = CODEC.decode(attributes.get("header"), RunHeader)
         self.lineage: dict[str, Any] = attributes.get("lineage", {})
         """How a branch was made; empty on the branch of the run itself. See stores/trajectories/derived_branches.py."""
@@ -158,7 +158,7 @@ class StoreReader:
     @classmethod
     def at(cls, path: Path, snapshot: str) -> Self:
         """Open a store as it was at a snapshot, read-only."""
-        return cls(repository_at(path), at_snapshot=snapshot, where=str(path))
+        return cls(repository_at(path), at_snapshot=snapshot, location=str(path))
 
     # -- commits -------------------------------------------------------------------------------------------------
 
@@ -178,11 +178,11 @@ class StoreReader:
         """The entry of a training step in the run's chain (stores/auditing/chain.py). Raises StoreError."""
         root = self._read_root()
         table = self._slice(root, "commits", 0, self._num_commits(root))
-        of_step = (table[:, COMMIT_AT["kind"]] == KINDS.index("step")) & (table[:, COMMIT_AT["step"]] == step)
-        if not of_step.any():
-            raise StoreError(f"{self._where}: no commit of step {step}")
-        at = int(np.argmax(of_step))
-        return entry_of(self.record_texts(at, at + 1)[0])
+        is_step = (table[:, COMMIT_AT["kind"]] == KINDS.index("step")) & (table[:, COMMIT_AT["step"]] == step)
+        if not is_step.any():
+            raise StoreError(f"{self._location}: no commit of step {step}")
+        index = int(np.argmax(is_step))
+        return entry_of(self.record_texts(index, index + 1)[0])
 
     @property
     def first_entry(self) -> str:
@@ -193,13 +193,13 @@ class StoreReader:
     def newest_entry(self) -> str:
         """The entry of the last commit, as recorded with its snapshot; empty if none was. On a derived branch, the
         entry of the commit from which it was derived."""
-        of_run = self.lineage.get("parent", self.snapshot)
-        (newest,) = itertools.islice(self._repository.ancestry(snapshot_id=of_run), 1)
-        return str(newest.metadata.get("entry", ""))
+        run_snapshot = self.lineage.get("parent", self.snapshot)
+        (commit,) = itertools.islice(self._repository.ancestry(snapshot_id=run_snapshot), 1)
+        return str(commit.metadata.get("entry", ""))
 
     def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:
         for step, text in self._texts(root, start, stop):
-            with raised_as(StoreError, f"{self._where}: the record of step {step} is corrupt", ValueError):
+            with raised_as(StoreError, f"{self._location}: the record of step {step} is corrupt", ValueError):
                 record = CODEC.decode(json.loads(text), StepRecord)
             yield record
 
@@ -246,8 +246,8 @@ class StoreReader:
             (positions,) = np.nonzero((outcomes["fate"] == FATES.index(Fate.CONSUMED)) & (outcomes["step"] == step))
         # In blocks: the rows of a block are adjacent in the token arrays.
         for block in (positions[i : i + BLOCK_ROWS] for i in range(0, len(positions), BLOCK_ROWS)):
-            first = int(block[0])
-            yield from self._block(root, self._rows(root, first, int(block[-1]) + 1)[block - first])
+            block_start = int(block[0])
+            yield from self._block(root, self._rows(root, block_start, int(block[-1]) + 1)[block - block_start])
 
     def rows(self, start: int, stop: int) -> list[EndedTrajectory]:
         """The stored trajectories at positions start <= position < stop."""
@@ -317,7 +317,7 @@ class StoreReader:
     @property
     def path(self) -> Path:
         """The absolute path of the store."""
-        return Path(self._where).resolve()
+        return Path(self._location).resolve()
 
     @property
     def snapshot(self) -> str:
@@ -427,15 +427,15 @@ class StoreReader:
         parts = np.split(rows, np.flatnonzero(np.diff(files)) + 1) if len(rows) else []
         with ThreadPoolExecutor(CONCURRENT_READS) as pool:
             for part, tokens in zip(parts, pool.map(lambda part: self._extent(root, part), parts), strict=True):
-                yield from self.unpacked(part, *tokens)
+                yield from self.unpack(part, *tokens)
 
     def _extent(self, root: Any, rows: Rows) -> TokenRange:
         start = int(rows["offset"].min())
         stop = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
         tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in ("ids", "logprobs", "versions")}
-        text_first = int(rows["text_offset"].min())
-        text_last = int((rows["text_offset"] + rows["text_bytes"]).max())
-        return tokens, start, self._slice(root, "text", text_first, text_last).tobytes(), text_first
+        text_start = int(rows["text_offset"].min())
+        text_stop = int((rows["text_offset"] + rows["text_bytes"]).max())
+        return tokens, start, self._slice(root, "text", text_start, text_stop).tobytes(), text_start
 
     def fingerprint_rows(self, start: int, stop: int) -> str:
         """Hash the rows of a commit, at start <= position < stop, as they are read now; empty if there are none. Raises
@@ -444,26 +444,26 @@ class StoreReader:
         rows = self._rows(root, start, stop)
         if not len(rows):
             return ""
-        tokens, begin, text, _ = self._extent(root, rows)
-        mask = self._slice(root, "tokens/mask", begin, begin + len(tokens["ids"]))
+        tokens, token_start, text, _ = self._extent(root, rows)
+        mask = self._slice(root, "tokens/mask", token_start, token_start + len(tokens["ids"]))
         return layout.fingerprint_rows({**tokens, "mask": mask}, rows, text)
 
     def masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Loss masks of the tokens at start <= token < stop. An audit compares them with the masks of rows."""
         return self._slice(self._read_root(), "tokens/mask", start, stop)
 
-    def unpacked(
+    def unpack(
         self,
         rows: Rows,
         tokens: Mapping[str, npt.NDArray[Any]],
         start: int,
         text: bytes,
-        text_first: int,
+        text_start: int,
     ) -> Iterator[EndedTrajectory]:
         """Rebuild trajectories from their rows and their `extent`. Raises StoreError if these contradict each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
-            row = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_first)
+            row = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_start)
             if self._errors is not None:
                 error = self._errors.get(str(row.trajectory.id), "")
                 row = replace(row, trajectory=replace(row.trajectory, error=error, reward_parts={}))
@@ -471,23 +471,23 @@ class StoreReader:
 
     def _slice(self, root: Any, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         array = root[name]
-        if start < 0:  # which an array would take for a place counted from its end
-            raise StoreError(f"{self._where}: a row begins at {start} of {name}: its numbers are corrupt")
+        if start < 0:  # an array would count it from its end
+            raise StoreError(f"{self._location}: a row begins at {start} of {name}: its numbers are corrupt")
         if stop > array.shape[0]:
-            raise StoreError(f"{self._where}: {name} has {array.shape[0]} elements, a row needs {stop}: truncated")
+            raise StoreError(f"{self._location}: {name} has {array.shape[0]} elements, a row needs {stop}: truncated")
         try:
             return np.asarray(array[start:stop])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
-            if bucket_fails(Path(self._where), error):
-                raise store_error(Path(self._where), f"{name} cannot be read", error) from error
+            if bucket_fails(Path(self._location), error):
+                raise store_error(Path(self._location), f"{name} cannot be read", error) from error
             size = elements_per_file(array)
             for number in range(start // size, -(-stop // size)):  # find the damaged one
                 try:
                     array[number * size : min(stop, (number + 1) * size)]
                 except Exception as first_error:  # noqa: BLE001  the same
-                    message = f"{self._where}: {name}, chunk {number}, is corrupt: {first_line(first_error)}"
+                    message = f"{self._location}: {name}, chunk {number}, is corrupt: {first_line(first_error)}"
                     raise StoreError(message) from error
-            raise StoreError(f"{self._where}: {name} cannot be read: {first_line(error)}") from error
+            raise StoreError(f"{self._location}: {name} cannot be read: {first_line(error)}") from error
 
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])
@@ -496,18 +496,19 @@ class StoreReader:
         """The arrays as they are now; of a snapshot always the same."""
         try:
             if self._at_snapshot is None:
-                return ArrayCache(self._repository.readonly_session(self._branch), self._where)
+                return ArrayCache(self._repository.readonly_session(self._branch), self._location)
             if self._root is None:
-                self._root = ArrayCache(self._repository.readonly_session(snapshot_id=self._at_snapshot), self._where)
+                session = self._repository.readonly_session(snapshot_id=self._at_snapshot)
+                self._root = ArrayCache(session, self._location)
             return self._root
         except icechunk.IcechunkError as error:
-            raise store_error(Path(self._where), "the store cannot be read", error) from error
+            raise store_error(Path(self._location), "the store cannot be read", error) from error
 
 
-def check_format(format: object, where: str) -> None:
+def check_format(format: object, location: str) -> None:
     """Raise ConfigError if the format of a store is not the supported one. format: as in the store's attributes."""
     if format != FORMAT:
-        raise ConfigError(f"{where}: store format {format!r}, this version reads {FORMAT!r}")
+        raise ConfigError(f"{location}: store format {format!r}, this version reads {FORMAT!r}")
 
 
 def num_rows(root: Any) -> int:
@@ -519,8 +520,8 @@ def array_names(root: Any) -> list[str]:
     """Names of the arrays that a store has. Columns added after it was created, and logprobs under other weights, may
     be absent."""
     columns = [column.array_name for column in COLUMNS]
-    always = [f"tokens/{name}" for name in TOKEN_ARRAYS]
-    return [*always, *(name for name in (*columns, "text", "commits", "records", RECOMPUTED_LOGPROBS) if name in root)]
+    optional_arrays = (*columns, "text", "commits", "records", RECOMPUTED_LOGPROBS)
+    return [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(name for name in optional_arrays if name in root)]
 
 
 def elements_per_file(array: Any) -> int:

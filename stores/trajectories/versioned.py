@@ -71,10 +71,10 @@ class VersionedStore(StoreReader):
     """An append-only store. One owner commits, anyone may read. Use `create` or `open` to commit, and `open` with
     `at_step` to read an earlier step."""
 
-    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
+    def __init__(self, repository: Any, *, at_snapshot: str | None, location: str, branch: str = MAIN) -> None:
         # The expected head of the next commit: there is one committer, and it knows its last commit.
         self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
-        super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
+        super().__init__(repository, at_snapshot=at_snapshot, location=location, branch=branch)
         self._ids: StoredIds | None = None
         """Loaded by the first commit, and again after a failed one."""
         self._entry = ""
@@ -121,7 +121,7 @@ class VersionedStore(StoreReader):
             repository = open_repository(path)
             if branch not in (branches := branch_names(repository)):
                 raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
-            return cls(repository, at_snapshot=snapshot(repository), where=str(path), branch=branch)
+            return cls(repository, at_snapshot=snapshot(repository), location=str(path), branch=branch)
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -175,9 +175,9 @@ class VersionedStore(StoreReader):
             StoreUnavailable: The bucket failed. The same commit may be repeated, and is applied only once.
         """
         if not self._may_commit:
-            raise StoreError(f"{self._where}: {self._branch} was opened read-only")
+            raise StoreError(f"{self._location}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in rows]
-        path, digest = Path(self._where), _digest(record, ids)
+        path, digest = Path(self._location), _digest(record, ids)
         try:
             with lock_head(path):
                 if self._failed:  # credentials are read when a repository is opened
@@ -213,7 +213,7 @@ class VersionedStore(StoreReader):
         if self._failed and str(newest.parent_id) == self._head and newest.metadata.get("digest") == digest:
             return head
         raise StoreError(
-            f"{self._where}: another process has committed since ({head}, not {self._head}): the run was "
+            f"{self._location}: another process has committed since ({head}, not {self._head}): the run was "
             "resumed elsewhere, and this is no longer its store"
         )
 
@@ -224,7 +224,7 @@ class VersionedStore(StoreReader):
         if self._ids is None:
             self._ids, self._entry = self._stored_ids(root), self._last_entry(root)
         if duplicates := self._ids.find_stored([e.trajectory.id for e in rows]):
-            raise StoreError(f"{self._where}: trajectory {duplicates[0]} would be stored twice")
+            raise StoreError(f"{self._location}: trajectory {duplicates[0]} would be stored twice")
         stored, entry = self._append(root, record, rows)
         numbers = {"kind": record.kind, "step": record.step, "rows": stored.num_rows, "tokens": stored.num_tokens}
         hashes = {"digest": digest, "entry": entry}

@@ -52,7 +52,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.rendering.turn_params import params_of
 from staleflow.tasks.sources.evaluation_items import ItemSummary
-from staleflow.tasks.sources.prompts import HeldOut, Prompts
+from staleflow.tasks.sources.prompts import HeldOutPrompt, Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import BatchMessage
@@ -164,7 +164,7 @@ class TrajectoryServer:
             NewGroup(group=e.group, prompt_tokens=len(e.prompt_tokens), source=e.source, task=e.task) for e in entries
         ]
 
-    async def held_out(self, count: int) -> list[HeldOut]:
+    async def held_out(self, count: int) -> list[HeldOutPrompt]:
         """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
         fewer."""
         return await self._task_cache.held_out(count)

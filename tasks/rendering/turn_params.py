@@ -1,4 +1,4 @@
-"""Parameters of a turn, such as tools and limits, which travel in a message with a role of its own. The model does not
+"""Parameters of a turn, such as tools and limits, which are passed as a message with its own role. The model does not
 see that message.
 
 Prompts and observations are messages. An agent's request has more: definitions of tools, token ids in place of
@@ -76,10 +76,10 @@ def split_params(prompt: Prompt) -> tuple[TurnParams, Prompt]:
 def params_of(record: Record) -> TurnParams:
     """Return the turn parameters of a record's prompt."""
     prompt = record.get("prompt")
-    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
-    if not isinstance(first, Mapping) or first.get("role") != PARAMS_ROLE:
+    first_message = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+    if not isinstance(first_message, Mapping) or first_message.get("role") != PARAMS_ROLE:
         return NO_PARAMS
-    return split_params((Message(PARAMS_ROLE, str(first.get("content"))),))[0]
+    return split_params((Message(PARAMS_ROLE, str(first_message.get("content"))),))[0]
 
 
 def role_of(messages: Sequence[Message]) -> str:

@@ -34,7 +34,7 @@ from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings, la
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOutPrompt:
     """A held-out prompt: its token ids, and the record for its verifier."""
 
     tokens: tuple[int, ...]
@@ -219,9 +219,9 @@ class TokenizedPrompts:
         ids = self._ids(task)
         settings, max_tokens = self._settings, self._max_tokens
         if not 0 < len(ids) <= max_tokens:
-            smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
+            limit_name = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
-                f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {smaller} of "
+                f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {limit_name} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
                 f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
@@ -336,13 +336,13 @@ class MixedPrompts:
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         """Training prompts of a source."""
-        return [self._labelled(task, source) for task in self.prompts_by_source[source].tasks(indices)]
+        return [self._label(task, source) for task in self.prompts_by_source[source].tasks(indices)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts of a source without duplicates; may be fewer."""
-        return [self._labelled(task, source) for task in self.prompts_by_source[source].held_out(count)]
+        return [self._label(task, source) for task in self.prompts_by_source[source].held_out(count)]
 
-    def _labelled(self, task: Task, source: int) -> Task:
+    def _label(self, task: Task, source: int) -> Task:
         return replace(task, source=source, record=label_record(self._names[source], task.record))
 
     @property

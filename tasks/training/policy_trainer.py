@@ -65,9 +65,9 @@ class PolicyTrainer:
         training = settings.training
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
-        half = settings.dtype == "bfloat16"
+        uses_bfloat16 = settings.dtype == "bfloat16"
         self.rank_group = RankGroup(
-            rank, self.device, half=half, offload=training.offload, collective_s=settings.collective_s
+            rank, self.device, half=uses_bfloat16, offload=training.offload, collective_s=settings.collective_s
         )
         model = self._load_model()
         if training.lora.rank:
@@ -89,7 +89,7 @@ class PolicyTrainer:
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            bfloat16=half,
+            bfloat16=uses_bfloat16,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
@@ -102,7 +102,7 @@ class PolicyTrainer:
         self._state = TrainerState(
             self.model, self.optimizer, self._rng, self.rank_group, adapter_only=training.lora.rank > 0
         )
-        self._warned_unmeasured = False
+        self._has_warned_unmeasured = False
         self._examples: trainer_settings.ExampleRows | None = None
         self._host_memory = HostMemory(self.device)
         self.sleep()
@@ -125,9 +125,9 @@ class PolicyTrainer:
         """Replace all tensors that the trainer has on its device. move: returns the new tensor, from a name and the old
         one."""
         models = {"model": self.model} | ({} if self.reference is None else {"reference": self.reference.model})
-        for kind, model in models.items():
+        for model_name, model in models.items():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                tensor.data = move(f"{kind}.{name}", tensor.data)
+                tensor.data = move(f"{model_name}.{name}", tensor.data)
         for name, parameter in self._trained_parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key != "step" or self.optimizer.defaults["fused"]:
@@ -163,11 +163,11 @@ class PolicyTrainer:
             minibatches(len(all_rows), training.minibatches, self._rng, rows_per_pair) for _ in range(training.epochs)
         ]
         updates = list(itertools.chain.from_iterable(epochs))
-        before = self._logprobs_before_step(rows, single_update=len(updates) == 1)
+        proximal_logprobs = self._logprobs_before_step(rows, single_update=len(updates) == 1)
         reference = self._reference_logprobs(rows)
         sums, grad_norms = TokenSums(), list[float]()
-        sample = self._measure_untrained(step, rows, before, sums)
-        first_pass: dict[int, npt.NDArray[np.float32]] = {}
+        sample = self._measure_untrained(step, rows, proximal_logprobs, sums)
+        first_pass_logprobs: dict[int, npt.NDArray[np.float32]] = {}
         losses = list[float]()
         for indices in updates:
             weights = token_weights(
@@ -178,12 +178,12 @@ class PolicyTrainer:
                 rows, loss = self._weight_pairs(all_rows, indices, sequences, reference)
                 losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
-            trained = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
-            sequence_indices, of_row = sequences.select(int(indices[k]) for k in trained)
-            for batch in self.logprob_model.microbatches(rows, sequence_indices, weights[trained][of_row]):
-                logprobs = self._accumulate(batch, rows, before, reference, sums)
+            trained_indices = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
+            sequence_indices, row_indices = sequences.select(int(indices[k]) for k in trained_indices)
+            for batch in self.logprob_model.microbatches(rows, sequence_indices, weights[trained_indices][row_indices]):
+                logprobs = self._accumulate(batch, rows, proximal_logprobs, reference, sums)
                 if len(updates) == 1:
-                    first_pass |= split_by_row(batch, rows, logprobs)
+                    first_pass_logprobs |= split_by_row(batch, rows, logprobs)
             grad_norm = self.rank_group.full_tensor(
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.grad_clip)
             )
@@ -192,7 +192,7 @@ class PolicyTrainer:
                 self.optimizer.step()
             grad_norms.append(float(grad_norm))
         sums = TokenSums(self.rank_group.all_reduce(sums.values))
-        mismatch = LogprobMismatch.of(rows, before | self.rank_group.all_gather(first_pass))
+        mismatch = LogprobMismatch.of(rows, proximal_logprobs | self.rank_group.all_gather(first_pass_logprobs))
         metrics = sums.metrics(training.epochs, sample)
         if reference is None:
             del metrics["kl_reference"]
@@ -250,8 +250,8 @@ class PolicyTrainer:
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
-        half = self.settings.dtype == "bfloat16"
-        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=half):
+        uses_bfloat16 = self.settings.dtype == "bfloat16"
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=uses_bfloat16):
             return forward_logprobs(self.model, tokens, self.device)
 
     def save(self, folder: Path, published: Path) -> None:
@@ -332,11 +332,11 @@ class PolicyTrainer:
         the pairs' mean loss. reference: logprobs of the sequences under the reference model."""
         assert reference is not None
         sequence_indices, _ = sequences.select(indices)
-        current = self.rank_group.all_gather(self.logprob_model.row_logprobs(sequences.rows, sequence_indices))
-        policy, under_reference = (sequences.merge_by_row(all_rows, values) for values in (current, reference))
+        logprobs = self.rank_group.all_gather(self.logprob_model.row_logprobs(sequences.rows, sequence_indices))
+        policy, reference_logprobs = (sequences.merge_by_row(all_rows, values) for values in (logprobs, reference))
         config = self.objective.loss
         assert isinstance(config, Dpo)
-        weighted_rows, loss = weight_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
+        weighted_rows, loss = weight_pairs(all_rows, indices.tolist(), policy, reference_logprobs, config.beta)
         rows = list(sequences.rows)
         for i, row in weighted_rows.items():
             for k in sequences.sequences_of_row[i]:
@@ -344,13 +344,13 @@ class PolicyTrainer:
         return rows, loss
 
     def _measure_untrained(
-        self, step: int, rows: Sequence[Row], before: LogprobsByRow, sums: TokenSums
+        self, step: int, rows: Sequence[Row], proximal_logprobs: LogprobsByRow, sums: TokenSums
     ) -> RowSample | None:
-        """Measure rows without a gradient: all rows whose logprobs are in `before`, and a random sample of the others.
-        Returns the sample; None if there is none."""
+        """Measure rows without a gradient: all rows whose logprobs are in `proximal_logprobs`, and a random sample of
+        the others. Returns the sample; None if there is none."""
         sample_indices = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
-        self._measure([i for i in sample_indices if i in before], rows, before, sums)
-        sample_indices = [i for i in sample_indices if i not in before]
+        self._measure([i for i in sample_indices if i in proximal_logprobs], rows, proximal_logprobs, sums)
+        sample_indices = [i for i in sample_indices if i not in proximal_logprobs]
         count = min(self.settings.training.measured_rows, len(sample_indices))
         if count == 0:
             return None
@@ -368,20 +368,24 @@ class PolicyTrainer:
         self,
         indices: Sequence[int],
         rows: Sequence[Row],
-        before: LogprobsByRow,
+        proximal_logprobs: LogprobsByRow,
         sums: TokenSums,
         multiplicity: float = 1.0,
     ) -> dict[int, list[float]]:
         """Add the metrics of rows without a gradient. Returns the sums over each row of this rank, by row index.
 
         Args:
-            before: Known logprobs of all chosen rows; empty if the model must compute them.
+            proximal_logprobs: Known logprobs of all chosen rows; empty if the model must compute them.
             multiplicity: Number of rows that each row represents.
         """
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, indices, np.ones(len(indices), np.float32)):
-                logprobs = torch.from_numpy(batch.scatter(rows, before)).to(self.device) if before else None
+                logprobs = (
+                    torch.from_numpy(batch.scatter(rows, proximal_logprobs)).to(self.device)
+                    if proximal_logprobs
+                    else None
+                )
                 tokens = self._loss_tokens(batch, self.logprob_model.logprobs(batch) if logprobs is None else logprobs)
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 # Rows with a gradient are measured in each epoch.
@@ -397,14 +401,14 @@ class PolicyTrainer:
 
     def _warn_unmeasured(self, error: Exception) -> None:
         """Log, once, that a loss cannot measure rows that it does not train."""
-        if not self._warned_unmeasured:
-            self._warned_unmeasured = True
-            name, kind = type(self.objective.loss).__name__, type(error).__name__
+        if not self._has_warned_unmeasured:
+            self._has_warned_unmeasured = True
+            name, error_type = type(self.objective.loss).__name__, type(error).__name__
             logger.warning(
                 "%s fails on rows without a gradient, which are left out of the metrics: %s: %s; "
                 "with training.measured_rows = 0 it is not called for them",
                 name,
-                kind,
+                error_type,
                 error,
             )
 
@@ -412,18 +416,18 @@ class PolicyTrainer:
         self,
         batch: MicroBatch,
         rows: Sequence[Row],
-        before: LogprobsByRow,
+        proximal_logprobs: LogprobsByRow,
         reference: LogprobsByRow | None,
         sums: TokenSums,
     ) -> torch.Tensor:
         """Forward and backward pass of one micro-batch; gradients add up in the model. Returns [N, T] logprobs. Losses
         at padding and tokens of environments are replaced with 0, because an infinite loss times a mask of 0 would be
-        NaN. before: logprobs under the proximal policy; those of other rows are taken from this pass."""
+        NaN. proximal_logprobs: logprobs under the proximal policy; those of other rows are taken from this pass."""
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-            is_known = torch.tensor([[i in before] for i in part.rows], device=self.device)
-            earlier_logprobs = torch.from_numpy(part.scatter(rows, before)).to(self.device)
-            tokens = self._loss_tokens(part, logprobs, proximal=earlier_logprobs.where(is_known, logprobs.detach()))
+            is_known = torch.tensor([[i in proximal_logprobs] for i in part.rows], device=self.device)
+            batch_logprobs = torch.from_numpy(part.scatter(rows, proximal_logprobs)).to(self.device)
+            tokens = self._loss_tokens(part, logprobs, proximal=batch_logprobs.where(is_known, logprobs.detach()))
             padding = ~tokens.sampled
             reference_logprobs = None
             if reference is not None:
