@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ if not TYPE_CHECKING:  # type checkers would take every unknown name for one
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used. Raises AttributeError, with the nearest name, for others."""
         if name == "__version__":
-            value: Any = importlib.metadata.version("staleflow")
+            value: Any = importlib.import_module("importlib.metadata").version("staleflow")
         elif name in _MODULES:
             module = importlib.import_module(_MODULES[name])
             value = (

@@ -181,6 +181,12 @@ def test_help_and_loading_a_job_import_no_heavy_package() -> None:
     )
 
 
+def test_a_process_of_environments_reads_no_package_metadata() -> None:
+    """It takes a fifth of the start of such a process. `importlib.metadata` imports `email`."""
+    load = "from staleflow.tasks.environments.fork_server import open_environment as load"
+    assert not loaded_by(f"{load}\nload('examples/agent_game.py:HigherOrLower', {{}})") & {"email", "numpy"}
+
+
 def test_package_names_clash_with_no_installed_package() -> None:
     owners = importlib.metadata.packages_distributions()
     for name in FOLDERS:

@@ -188,7 +188,8 @@ def kind_of(source: str) -> SourceKind | None:
     """Return the kind of a source `KIND:NAME`; None if the source is user code, or empty. Raises ConfigError if the
     package of the kind cannot be loaded."""
     name, _, rest = source.partition(":")
-    if not rest or name in KINDS or name not in extensions.entry_points_of(GROUP):
+    # A user's file is no package's name: finding those reads the metadata of every installed package.
+    if not rest or name in KINDS or name.endswith(".py") or name not in extensions.entry_points_of(GROUP):
         return KINDS.get(name) if rest else None
     kind = extensions.load(GROUP, name)
     if not isinstance(kind, SourceKind) or kind.name != name:

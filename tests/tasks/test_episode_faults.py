@@ -93,17 +93,19 @@ async def test_an_environment_that_hangs_dies_or_exhausts_memory_fails_alone(
     await until_gone(int(other.content))
 
 
-@pytest.mark.parametrize(
-    ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
-)
-async def test_an_environment_that_never_returns_fails_alone(games: Path, name: str, isolation: str) -> None:
-    async with host_episode(settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)) as (episodes, task):
-        await episodes.check()
-        bad, *good = await asyncio.gather(
-            act(episodes, task, "hang"), *(act(episodes, task, "a", member=m) for m in range(1, 4))
-        )
-        assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
-        assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
+async def test_an_environment_that_never_returns_fails_alone(games: Path) -> None:
+    async def hang_beside_others(name: str, isolation: str) -> None:
+        named = settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)
+        async with host_episode(named) as (episodes, task):
+            await episodes.check()
+            bad, *good = await asyncio.gather(
+                act(episodes, task, "hang"), *(act(episodes, task, "a", member=m) for m in range(1, 4))
+            )
+            assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
+            assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
+
+    kinds = (("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process"))
+    await asyncio.gather(*(hang_beside_others(*kind) for kind in kinds))
 
 
 async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Path) -> None:
