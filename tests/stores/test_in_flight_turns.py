@@ -175,9 +175,11 @@ def test_a_missing_restart_never_joins_two_attempts() -> None:
         t = state.live[ID]
         assert (t.spans, t.finish, t.id in state.scored) == ((), FinishReason.UNFINISHED, False)
         assert state.attempt(ID) == (2 if isinstance(later, EpisodeRestarted) else 1)
-    state = flight(*first, replace(reward(0, 3), attempt=0), sampled(2, 0, [1, 1], episode=1))
+    deliveries = sampled(2, 0, [1], FinishReason.UNFINISHED, episode=1), sampled(2, 1, [1], episode=1)
+    state = flight(*first, replace(reward(0, 3), attempt=0), *deliveries)
     t = state.live[ID]
     assert (t.response_tokens.tolist(), t.reward, ID in state.scored) == ([1000, 1001], 0.0, False)
+    assert len(t.spans) == 1
     assert not state.apply(observation(2)), "it is of the attempt before"
 
 
