@@ -562,7 +562,7 @@ def test_an_invalid_sweep_gives_a_one_line_error(tmp_path: Path) -> None:
 def test_a_killed_simulation_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "job.toml"
     path.write_text(knob_tree.to_toml(job()))
-    monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)
+    monkeypatch.setattr("staleflow.pipeline.api.simulating._simulate_variant", killed)
     with pytest.raises(ActorLost, match="a simulation process was killed"):
         CliRunner().invoke(simulate, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 
