@@ -255,10 +255,14 @@ class RunData:
     # -- in a notebook -------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return format_line(self.url or str(self._path), self._facts())
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
+        return f"<Run {self.url or self._path}: {facts}>"
 
     def _repr_html_(self) -> str:
-        return format_html(self.url or str(self._path), self._facts())
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items()
+        )
+        return f"<table><caption>{escape(self.url or str(self._path))}</caption>{rows}</table>"
 
     def _facts(self) -> dict[str, str]:
         summary = self._store().summary() if self._has_store() else None
@@ -305,17 +309,6 @@ def make_display_facts(branch: str, at_step: int | None, summary: Summary | None
         "tokens": f"{0 if summary is None else summary.num_tokens:,}",
         **({} if reward is None else {"reward": f"{reward:.3f}"}),
     }
-
-
-def format_line(source: str, facts: Mapping[str, str]) -> str:
-    """A run as one line."""
-    return f"<Run {source}: {', '.join(f'{name} {value}' for name, value in facts.items())}>"
-
-
-def format_html(source: str, facts: Mapping[str, str]) -> str:
-    """A run as an HTML table."""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
-    return f"<table><caption>{escape(source)}</caption>{rows}</table>"
 
 
 def find_run_folder(source: str | Path) -> Path:

@@ -319,18 +319,13 @@ class Run(RunData):
             ConfigError: Something of it is wrong; nothing was trained.
         """
         from staleflow.pipeline.stored_runs.pool import open_pool
-        from staleflow.pipeline.stored_runs.training import make_plan, train_offline
+        from staleflow.pipeline.stored_runs.training import execute_plan, make_plan
 
         self._require_newest("train on")
         lines = override_lines(overrides)
-        beside = self._path.name if is_url(self._source) else self._path.resolve()
-        folder = Path(f"{beside}-offline" if out is None else out)
-        ranks = make_plan(self._path, folder, lines, self._branch, where, epochs).config.training.ranks
-        with open_pool(client, ranks, model=True) as pool:
-            return train_offline(
-                self._path, folder, pool, overrides=lines, branch=self._branch, where=where, epochs=epochs,
-                report=report or _ignore,
-            )  # fmt: skip
+        plan = make_plan(self._path, self._new_folder("offline", out), lines, self._branch, where, epochs)
+        with open_pool(client, plan.config.training.ranks, model=True) as pool:
+            return execute_plan(plan, pool, report or _ignore)
 
     def unlearn(
         self,
@@ -367,10 +362,8 @@ class Run(RunData):
         self._require_newest("unlearn something of")
         if self._branch != MAIN:
             raise ConfigError(f"unlearn: {self._branch} is a branch; open the run without it, as it was trained")
-        beside = self._path.name if is_url(self._source) else self._path.resolve()
-        folder = Path(f"{beside}-{branch}" if out is None else out)
         with self._lock_run():
-            plan, facts = unlearning.make_plan(self._path, folder, where, branch)
+            plan, facts = unlearning.make_plan(self._path, self._new_folder(branch, out), where, branch)
             with open_pool(client, plan.config.training.ranks, model=True) as pool:
                 return unlearning.unlearn(plan, facts, pool, report or _ignore)
 
@@ -400,7 +393,7 @@ class Run(RunData):
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
         """
         from staleflow.pipeline.stored_runs import bisection
-        from staleflow.pipeline.stored_runs.pool import open_pool
+        from staleflow.pipeline.stored_runs.pool import open_pool, run_reporting
 
         self._require_newest("bisect")
         if self._branch != MAIN:
@@ -409,7 +402,13 @@ class Run(RunData):
             first = bisection.best_version_before(self._path, at) if since is None else since
             plan = bisection.make_plan(self._path, first, at)
             with open_pool(client, plan.offline.config.training.ranks, model=True) as pool:
-                return bisection.run_bisection(plan, pool, report or _ignore)
+                result: Bisection = run_reporting(pool, bisection.bisect, plan, report or _ignore)
+                return result
+
+    def _new_folder(self, suffix: str, out: str | Path | None) -> Path:
+        """The folder for a result: `out`, or by default one beside the run's."""
+        beside = self._path.name if is_url(self._source) else self._path.resolve()
+        return Path(f"{beside}-{suffix}" if out is None else out)
 
     def _lock_run(self) -> contextlib.AbstractContextManager[None]:
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""

@@ -99,7 +99,8 @@ class Coordinator(CoordinatorInspection):
                 case events.TrajectoryInterrupted():
                     self._on_interrupted(event)
                 case events.GroupsArrived():
-                    self._on_groups_arrived(event)
+                    for member in self._state.add_groups(event.groups):
+                        self._decision_log.note(member, "arrived")
                 case events.Tick():
                     self._on_tick()
                 case events.RoutingContinued():
@@ -107,15 +108,16 @@ class Coordinator(CoordinatorInspection):
                 case events.PullFinished():
                     self._on_pull_finished(event)
                 case events.InstanceSlept():
-                    self._on_instance_slept(event)
+                    if event.step == self._issuer.pending_step:
+                        self._state.finish_sleep(event.instance)
                 case events.VersionPublished():
-                    self._on_version_published(event)
+                    self._state.publish(event.version)
                 case events.TrajectoryFailed():
                     self._on_failed(event)
                 case events.EnvironmentFailed():
                     self._on_environment_failed(event)
                 case events.InstanceJoined():
-                    self._on_instance_joined(event)
+                    self._state.add_instance(event.instance, event.version, event.kv_capacity, event.max_running)
                 case events.InstanceLost():
                     self._remove_instance(event.instance, event.why)
                 case events.InstanceLeaving():
@@ -162,13 +164,6 @@ class Coordinator(CoordinatorInspection):
                         self._issuer.step_environment(trajectory, "sent to its environment again")
                     else:
                         self._issuer.score(trajectory, "scored again")
-
-    def _on_groups_arrived(self, event: events.GroupsArrived) -> None:
-        for member in self._state.add_groups(event.groups):
-            self._decision_log.note(member, "arrived")
-
-    def _on_instance_joined(self, event: events.InstanceJoined) -> None:
-        self._state.add_instance(event.instance, event.version, event.kv_capacity, event.max_running)
 
     def _on_instance_leaving(self, event: events.InstanceLeaving) -> None:
         """Interrupt the trajectories of an instance, which continue elsewhere with the tokens they have."""
@@ -266,13 +261,6 @@ class Coordinator(CoordinatorInspection):
         instance = self._state.fleet.get(event.instance)
         if instance is not None and event.version == instance.version:
             self._state.finish_pull(instance)
-
-    def _on_instance_slept(self, event: events.InstanceSlept) -> None:
-        if event.step == self._issuer.pending_step:
-            self._state.finish_sleep(event.instance)
-
-    def _on_version_published(self, event: events.VersionPublished) -> None:
-        self._state.publish(event.version)
 
     def _on_stop_requested(self) -> None:
         self._is_stopped = True

@@ -46,7 +46,8 @@ class RoutePlanner:
             return target
         if not fitting_mask.any():
             return fleet.refusal_reason(trajectory.kv_tokens, min_version)
-        row = routing.choose(self.make_candidate(trajectory), fleet, fitting_mask)
+        candidate = Candidate(kv_tokens=trajectory.kv_tokens, continued=trajectory.tokens > 0)
+        row = routing.choose(candidate, fleet, fitting_mask)
         if row is not None and not (0 <= row < len(fleet) and fitting_mask[row]):
             return "the routing rule chose an instance that does not fit"
         cached_instance = self._fitting_cached_instance(trajectory, fitting_mask)
@@ -57,10 +58,6 @@ class RoutePlanner:
         if row is None:
             return "declined by the routing rule"
         return fleet[row]
-
-    def make_candidate(self, trajectory: LiveTrajectory) -> Candidate:
-        """Build the view of a trajectory that routing rules receive."""
-        return Candidate(kv_tokens=trajectory.kv_tokens, continued=trajectory.tokens > 0)
 
     def can_receive_work(self, version: PolicyVersion) -> bool:
         """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be

@@ -280,7 +280,7 @@ class Driver:
                 break
             self._progress_watch.check()
         await self._abort_in_flight()
-        self._commit_queue.put(self._step_records.make_end_record())
+        self._commit_queue.put(self._step_records.make_record("end"))
 
     async def _next_item(self) -> events.Event | PublishedStep | BaseException:
         """Wait for the next event, published step or error. Ticks arrive even if nothing else does."""
@@ -375,7 +375,7 @@ class Driver:
 
     def _commit_refusal(self) -> None:
         """Queue a commit of an instance's refused weights at once, since the run may end before the next step."""
-        self._commit_queue.put(self._step_records.make_refusal_record())
+        self._commit_queue.put(self._step_records.make_record("refusal"))
 
     def _on_commit(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Report a committed step to the listener. metrics: metrics of its batch from the

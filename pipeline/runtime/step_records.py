@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Literal
 
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.runtime.actors import Actors
@@ -55,15 +56,8 @@ class StepRecords:
         self._stored_inputs = inputs
         return record
 
-    def make_refusal_record(self) -> StepRecord:
-        """Build the record of an instance that has refused weights."""
-        return self._make_record("refusal")
-
-    def make_end_record(self) -> StepRecord:
-        """Build the record of the run's end."""
-        return self._make_record("end")
-
-    def _make_record(self, kind: str) -> StepRecord:
+    def make_record(self, kind: Literal["refusal", "end"]) -> StepRecord:
+        """Build the record of an instance that has refused weights, or of the run's end."""
         return StepRecord(
             kind=kind,
             step=self._coordinator.ledger.next_step,

@@ -30,7 +30,7 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import unlearning
-from staleflow.pipeline.stored_runs.pool import Pool, Report, open_store_at, run_reporting
+from staleflow.pipeline.stored_runs.pool import Report, open_store_at
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy, read_batch_rows, train_step
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
@@ -147,12 +147,6 @@ def best_version_before(run_dir: Path, at: int) -> int:
     evaluations = [e for e in read_evaluations(run_dir) if e.version < at and e.sampled is not None]
     best = max(evaluations, key=lambda e: e.sampled or 0.0, default=None)
     return max(0, at - 10) if best is None else best.version
-
-
-def run_bisection(plan: BisectionPlan, pool: Pool, report: Report) -> Bisection:
-    """Carry out a plan on a worker, and on one more for each further rank of the job."""
-    result: Bisection = run_reporting(pool, bisect, plan, report)
-    return result
 
 
 # -- search ----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import batch_fingerprint, entry_of
+from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
@@ -111,35 +112,6 @@ class OfflineTrainingResult:
     """Of trajectories that cannot be read, by id; they are left out."""
 
 
-def train_offline(
-    run_dir: Path,
-    out: Path,
-    pool: Pool,
-    *,
-    overrides: tuple[str, ...] = (),
-    branch: str = "main",
-    where: str = "",
-    epochs: int = 1,
-    report: Report = lambda _: None,
-) -> OfflineTrainingResult:
-    """Train on the trajectories that a run consumed. The output folder `out` appears when training is complete.
-
-    Args:
-        run_dir: The run's folder.
-        out: The folder to create.
-        pool: Workers.
-        overrides: Overrides of the job, as KEY=VALUE.
-        branch: Branch to train on.
-        where: Selects trajectories.
-        epochs: Passes over the batches.
-        report: Called with every step's events.
-
-    Raises:
-        ConfigError: Before anything is trained.
-    """
-    return execute_plan(make_plan(run_dir, out, overrides, branch, where, epochs), pool, report)
-
-
 def execute_plan(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
     """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free."""
     ranks, num_free = plan.config.training.ranks, len(pool.free_workers(model=True))
@@ -152,7 +124,7 @@ def execute_plan(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTraini
 
 
 def make_plan(
-    run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int
+    run_dir: Path, out: Path, overrides: tuple[str, ...] = (), branch: str = MAIN, where: str = "", epochs: int = 1
 ) -> OfflinePlan:
     """Make a plan and check it completely. Raises ConfigError."""
     for override in overrides:

@@ -102,7 +102,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         count = "all" if removed_mask.any() else "no"
         raise ConfigError(f"{run_dir}: {count} trajectories that were trained on match where = {where!r}")
     ids = tuple(table["trajectory"][removed_mask].tolist())
-    plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), MAIN, f"trajectory not in {ids}", 1)
+    plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), where=f"trajectory not in {ids}")
     advantages = estimate_remaining_advantages(plan.config, table, trained_mask, removed_mask)
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
     if not _branch_exists(path, branch, {**lineage, "parent": store.snapshot}):

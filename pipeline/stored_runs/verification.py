@@ -158,15 +158,11 @@ def verify_run(
         plan = _plan_repetition(run_dir, store, step_records, starts, {step: resume_versions[step] for step in sample})
         report({"say": _describe_plan(plan, sample, step_records)})
         if checkpoint is not None and checkpoint_certificate is not None:
-            last_step = checkpoint_certificate.version - 1
-            plan = next(
-                (
-                    with_checkpoint(plan, checkpoint, start.job, last_step)
-                    for start in starts
-                    if start.job and last_step in start.steps
-                ),
-                plan,
-            )
+            version = checkpoint_certificate.version
+            for start in starts:
+                if start.job and version - 1 in start.steps:  # its job trained the last step
+                    part = make_job_part(start.job, version, version)
+                    plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), part))
         result = run_repetition(plan, client, report)
     else:
         unverified.append(
@@ -257,11 +253,6 @@ def _plan_repetition(
         weights=weights,
         batches={record.step: record.batch_fingerprint for record in step_records},
     )
-
-
-def with_checkpoint(plan: RepetitionPlan, checkpoint: Path, job: RunConfig, step: int) -> RepetitionPlan:
-    """Add a checkpoint to compare to a plan. job: the job that trained its last step, `step`."""
-    return dataclasses.replace(plan, checkpoint=(str(checkpoint), make_job_part(job, step + 1, step + 1)))
 
 
 def make_job_part(config: RunConfig, start: int, stop: int) -> JobPart:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.stored_runs.pool import local_pool
-from staleflow.pipeline.stored_runs.training import train_offline
+from staleflow.pipeline.stored_runs.training import execute_plan, make_plan
 from staleflow.stores.trajectory import Fate
 from staleflow.stores.weights.resume_points import ResumePoints
 from tests.runtime.test_run import check, run_and_strike, staleflow
@@ -68,5 +68,5 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
     store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     with local_pool(2) as pool:
-        undisturbed = train_offline(folder, folder.with_name("again"), pool)
+        undisturbed = execute_plan(make_plan(folder, folder.with_name("again")), pool, lambda _: None)
     assert (undisturbed.steps, undisturbed.same_steps) == (5, 5)

@@ -299,7 +299,8 @@ def test_offline_training_on_the_stored_batches_gives_the_weights_of_the_run(
 
     received: list[Mapping[str, Any]] = []
     out = tmp_path / "again"
-    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=received.append)
+    plan = training.make_plan(stored, out, ("task.eval_prompts=48",))
+    result = training.execute_plan(plan, pool, received.append)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
@@ -352,7 +353,8 @@ def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -
 
     with local_pool(2) as two:
         changes = ("task.eval_prompts=0", "training.ranks=2")
-        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes)
+        plan = training.make_plan(stored, tmp_path / "two", changes)
+        result = training.execute_plan(plan, two, lambda _: None)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, None)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
@@ -388,16 +390,17 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
         (follower,) = (a for a, keys in client.has_what().items() if any("TrainerRank" in key for key in keys))
         os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
 
+    plan = training.make_plan(stored, tmp_path / "two", changes, epochs=40)
     with local_pool(2) as two:
         two.client.run(setattr, training, "RESUME_POINT_S", 0.0)
         killer = threading.Thread(target=kill_the_other, args=(two.client,))
         killer.start()
         with pytest.raises(ActorLost, match="a rank of the training was lost: "):
-            training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+            training.execute_plan(plan, two, note)
         killer.join()
     done.clear()
     with local_pool(2) as two:
-        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+        result = training.execute_plan(plan, two, note)
     assert result.steps == 120
     assert 1 not in done and done[-1] == 120
 
@@ -407,10 +410,9 @@ def test_selected_rows_and_other_rewards_give_another_policy(stored: Path, tmp_p
 
     reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
     chosen = "staleness <= 1 and advantage > 0"
-    result = training.train_offline(
-        stored, tmp_path / "out", pool, overrides=("task.eval_prompts=0", "training.learning_rate=2e-3"),
-        branch="for-training", where=chosen, epochs=2,
-    )  # fmt: skip
+    changes = ("task.eval_prompts=0", "training.learning_rate=2e-3")
+    plan = training.make_plan(stored, tmp_path / "out", changes, "for-training", chosen, epochs=2)
+    result = training.execute_plan(plan, pool, lambda _: None)
     rows = [r for r in rows_of(stored, chosen, "for-training") if r.staleness >= 0]
     assert 0 < len(rows) < 48
     assert (result.rows, result.same_steps, result.before) == (2 * len(rows), None, None)

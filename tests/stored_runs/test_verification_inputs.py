@@ -28,7 +28,7 @@ Change = Callable[[Path], object]
 def offline(stored: Path) -> Path:
     """An offline training of the stored run."""
     out = stored.parent / "offline"
-    training.train(training.make_plan(stored, out, (), "main", "", 1), lambda _: None)
+    training.train(training.make_plan(stored, out), lambda _: None)
     return out
 
 
