@@ -259,7 +259,8 @@ class Coordinator(CoordinatorInspection):
 
     def _on_pull_finished(self, event: events.PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)
-        if instance is not None and event.version == instance.version:
+        # An instance that had to load a newer version counts as serving the one it was to pull, until it pulls again.
+        if instance is not None and event.version >= instance.version:
             self._state.finish_pull(instance)
 
     def _on_stop_requested(self) -> None:

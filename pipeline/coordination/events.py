@@ -172,7 +172,7 @@ class TrajectoryScored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFinished:
-    """An instance has loaded `version`."""
+    """An instance has loaded `version`: the one it was to pull, or a newer one if no host had that any more."""
 
     instance: InstanceId
     version: PolicyVersion

@@ -112,8 +112,8 @@ class InstanceLink:
                         )
                     )
             case commands.Pull(instance=instance, version=version):
-                await self._actors.pull(self._instance, version)
-                self._emit(events.PullFinished(instance=instance, version=version))
+                loaded_version = await self._actors.pull(self._instance, version)
+                self._emit(events.PullFinished(instance=instance, version=loaded_version))
             case commands.Sleep(instance=instance, step=step):
                 await self._actors.put_to_sleep(self._instance)
                 self._emit(events.InstanceSlept(instance=instance, step=step))

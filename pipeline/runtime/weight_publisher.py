@@ -153,19 +153,20 @@ class WeightPublisher(ActorClient):
         """Whether an engine is loading weights, which has a deadline."""
         return any(instance.is_loading for instance in self.instances.values())
 
-    async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
+    async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> PolicyVersion:
         """Load a version on an instance, and verify its weights; the newest version if no host has the requested one
-        any more. Raises WeightsRefused if the weights differ from the published ones."""
+        any more. Returns the loaded version. Raises WeightsRefused if the weights differ from the published ones."""
         instance.fetched_version = version
         try:
             await self._pull(instance, version)
         except TransferFailed as error:  # the only host that had it was that of a lost trainer
             newest = max(self._published_steps)
             logger.warning("%s: %s; it pulls version %d", instance.id, error, newest)
-            instance.fetched_version = newest
-            await self._pull(instance, newest)
+            version = instance.fetched_version = newest
+            await self._pull(instance, version)
         finally:
             instance.fetched_version, instance.is_loading = None, False
+        return version
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         started_s = now_s()

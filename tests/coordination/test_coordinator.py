@@ -431,6 +431,20 @@ def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
 
 
+@pytest.mark.parametrize("loaded", [1, 2])
+def test_an_instance_pulls_the_newest_version_after_each_pull(loaded: int) -> None:
+    """It may have loaded a newer version than it was to, because no host had that any more."""
+    bench = Bench(eta=1)
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0)
+    assert commands_of(bench.publish(1), Pull)
+    bench.finish(1)
+    assert commands_of(bench.publish(2), Pull) == []
+    commands = bench.tell(PullFinished(instance=A, version=PolicyVersion(loaded)))
+    assert [(p.instance, p.version) for p in commands_of(commands, Pull)] == [(A, 2)]
+
+
 def four_instances(synchronization: str, on_pull: str = "interrupt") -> tuple[Bench, dict[str, list[int]]]:
     """Return instances a to d with four, three, two and one running trajectories at eta = 3, and these trajectories.
     The next version is ready to be published."""

@@ -317,7 +317,7 @@ async def test_a_version_that_no_host_has_is_skipped_for_the_newest(body: Body) 
         stage.publish(V1)
         stage.publish(V2)
         _, two = stage.actors.instances.values()
-        await stage.actors.pull(two, V1)
+        assert await stage.actors.pull(two, V1) == V2
         assert (two.version, two.fingerprint) == (V2, "weights-2")
 
 

@@ -161,6 +161,17 @@ async def test_a_command_waits_for_the_reply_to_the_previous_one(body: Body) -> 
         assert [e.trajectory for e in link.events(TrajectorySampled)] == [A]
 
 
+async def test_the_version_that_was_loaded_is_passed_on(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load_newest(*_: Any) -> PolicyVersion:
+        return V1
+
+    async with linked(body) as link:
+        monkeypatch.setattr(link.stage.actors, "pull", load_newest)
+        link.give(pull(V0))
+        await asyncio.sleep(0.1)
+        assert link.events(PullFinished) == [PullFinished(instance=ONE, version=V1)]
+
+
 async def test_every_result_is_passed_on_once_with_its_route_number(body: Body) -> None:
     async with linked(body) as link:
         link.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
