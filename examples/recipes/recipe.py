@@ -83,6 +83,7 @@ class Data:
 class Measurement:
     """One run of a recipe on our machine: held-out rewards before and after, with the standard error after."""
 
+    metric: str = "held-out sampled"
     seed: int
     before: float
     after: float
