@@ -47,12 +47,12 @@ class WindowedLedger(StalenessLedger):
         self.window = window
 
     def _has_batch(self) -> bool:
-        return super()._has_batch() and len(self._batch()) == self.groups_per_step
+        return super()._has_batch() and len(self._next_batch()) == self.groups_per_step
 
-    def _num_picked(self, step: int, finished: int) -> int:
-        return sum(self.deadline(entry.version) <= step for entry in self._batch())
+    def _num_picked(self, step: int, num_finished: int) -> int:
+        return sum(self.deadline(entry.version) <= step for entry in self._next_batch())
 
-    def _batch(self) -> list[Entry]:
+    def _next_batch(self) -> list[Entry]:
         live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
         live.sort(key=lambda e: (e.version, e.group))
         picked: list[Entry] = []

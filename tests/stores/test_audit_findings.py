@@ -537,7 +537,7 @@ ALL = (*FAULTS, *HISTORY)
 def test_a_valid_run_has_no_findings_and_reads_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(row_checks, "token_faults")
     monkeypatch.delattr(audit, "hash_batches")
-    monkeypatch.delattr(StoreReader, "unpacked")
+    monkeypatch.delattr(StoreReader, "unpack")
     write_run(tmp_path / "s")
     assert audit_findings(tmp_path / "s") == []
     assert audit_findings(tmp_path / "s", history=True) == []
@@ -580,7 +580,7 @@ READS = (
     "numbers",
     "record_texts",
     "table",
-    "unpacked",
+    "unpack",
 )
 """Functions that send requests of an audit to a store or its bucket."""
 
