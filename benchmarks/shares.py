@@ -31,12 +31,15 @@ from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun, train_seconds
 from staleflow.pipeline.strategies.filtering import FILTERING
+from staleflow.stores.errors import RunStuck
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId, outcome_key
 from staleflow.tasks.emulation.workload import Turn, Workload
 
 JOB = "examples/longtail.toml"
+MAX_STEP_S = 3600.0
+"""Seconds without a batch of any share after which the run counts as stuck."""
 
 
 class ShareOfWorkload:
@@ -72,6 +75,7 @@ class Share(SimulatedRun):
         super().__init__(config, workload)
         self._run, self._number = run, number
         self._is_lost = False
+        self._num_pending = 1  # the trainer of all shares: this one is not stuck if it waits for the others
 
     @property
     def next_s(self) -> float:
@@ -112,7 +116,7 @@ class Share(SimulatedRun):
         )  # fmt: skip
         for instance in tuple(self._instances.values()):
             self._retire_instance(instance)
-        self._heap, self._num_pending, self._delivered, self._is_lost = [], 0, {}, True
+        self._heap, self._num_pending, self._delivered, self._is_lost = [], 1, {}, True
         self._schedule(until_s, lambda: self._resume(state, in_flight))
 
     def _in_flight(self, group: GroupId) -> GroupInFlight:
@@ -160,7 +164,7 @@ class SharedRun:
         self._loss_step = config.steps // 2 if loses_coordinator else -1
         self._batches: dict[int, list[Batch]] = defaultdict(list)
         self._published_s: list[float] = []
-        self._now = 0.0
+        self._now = self._batch_s = 0.0
         self.findings: list[str] = []
 
     @property
@@ -175,13 +179,15 @@ class SharedRun:
         while not all(share.coordinator.finished for share in self.shares):
             share = min(self.shares, key=lambda share: share.next_s)
             self._now = max(self._now, share.next_s)
+            if self._now - self._batch_s > MAX_STEP_S:
+                raise RunStuck(share.coordinator.explain_waiting())
             share.handle_next()
         self._check()
         return self
 
     def add_batch(self, batch: Batch) -> None:
         """Add what a share consumed for a step; train the step if it is the last."""
-        step = batch.command.step
+        step, self._batch_s = batch.command.step, self._now
         self._batches[step].append(batch)
         if len(self._batches[step]) < len(self.shares):
             return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -290,22 +291,29 @@ def test_each_kind_of_job_has_the_faults_of_its_roles() -> None:
     assert set(FAULTS) - left_out(Machine(), plain) == by_kind["plain"] - set(NEEDS_ROOT)
 
 
-def run_soak(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.support.soaking", "--folder", str(tmp_path / "soak"), *words]
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """A folder on disk: the soak's second host has a /dev/shm of its own, where pytest's folders may be."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+def run_soak(disk_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.support.soaking", "--folder", str(disk_path / "soak"), *words]
     return forking.run(command, capture_output=True, text=True, timeout=3000)
 
 
-def soak(tmp_path: Path, *words: str) -> None:
-    ran = run_soak(tmp_path, *words)
+def soak(disk_path: Path, *words: str) -> None:
+    ran = run_soak(disk_path, *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "no findings" in ran.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_survives_the_loss_of_trainer_server_and_driver(tmp_path: Path) -> None:
+def test_a_run_survives_the_loss_of_trainer_server_and_driver(disk_path: Path) -> None:
     soak(
-        tmp_path,
+        disk_path,
         "--faults",
         "3",
         "--seed",
@@ -322,16 +330,16 @@ def test_a_run_survives_the_loss_of_trainer_server_and_driver(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_planted_defect_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+def test_a_planted_defect_is_reported(disk_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
     monkeypatch.setenv(planted.NAME, defect)
-    ran = run_soak(tmp_path, "--faults", "1", "--seed", "1", "--job-kind", "plain", "--only", "kill -9 reward")
+    ran = run_soak(disk_path, "--faults", "1", "--seed", "1", "--job-kind", "plain", "--only", "kill -9 reward")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert DEFECTS[defect][1] in ran.stdout.partition("findings:")[2]
-    assert (tmp_path / "soak" / "logs" / "run.log").is_file()
+    assert (disk_path / "soak" / "logs" / "run.log").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_survives_thirty_faults(tmp_path: Path, kind: Kind) -> None:
-    soak(tmp_path, "--faults", "30", "--seed", "1", "--job-kind", kind)
+def test_a_run_survives_thirty_faults(disk_path: Path, kind: Kind) -> None:
+    soak(disk_path, "--faults", "30", "--seed", "1", "--job-kind", kind)

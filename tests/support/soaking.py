@@ -25,6 +25,13 @@ class ForkedProcess:
     def __init__(self, *command: str, **files: Any) -> None:
         self._process = forking.Popen(command, **files)
 
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+
     async def communicate(self) -> tuple[bytes, bytes]:
         return await asyncio.to_thread(self._process.communicate)
 
