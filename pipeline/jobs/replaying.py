@@ -45,7 +45,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     result = journal.ReplayComparison(num_events=0, num_commands=0, difference="")
     story: list[str] = []
     truncated: list[str] = []
-    missing = ""
+    difference = missing = ""
     coverage = _Coverage()
     for config, events in recorded_starts(run_dir):
         coordinator = make_coordinator(load_job(run_dir, file=config.name))
@@ -54,7 +54,12 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         entries = journal.JournalReader(events)
         previous_version = coverage.version
         result += journal.replay(coordinator, coverage.observe(entries))
-        if result.difference:
+        difference = result.difference
+        if difference:
+            if entries.has_removed_commands:
+                difference += (
+                    "; an earlier version decided this run's draft lengths, on which others depend"
+                )
             break
         if coverage.resumed_from > previous_version:
             missing = (
@@ -69,13 +74,13 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
             truncated.append(f"{events.name}, line {entries.incomplete_line}, is incomplete and was ignored")
         if trajectory is not None:
             story += coordinator.story(trajectory)
-    if trajectory is not None and not story and not result.difference:
+    if trajectory is not None and not story and not difference:
         raise ConfigError(f"{run_dir}: its journal has no trajectory {trajectory}")
     return ReplayResult(
         num_events=result.num_events,
         num_commands=result.num_commands,
-        difference=result.difference,
-        missing="" if result.difference else missing or coverage.explain_missing(summary),
+        difference=difference,
+        missing="" if difference else missing or coverage.explain_missing(summary),
         truncated="; ".join(truncated),
         story=tuple(story),
     )
