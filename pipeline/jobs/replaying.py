@@ -57,9 +57,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         difference = result.difference
         if difference:
             if entries.has_removed_commands:
-                difference += (
-                    "; an earlier version decided this run's draft lengths, on which others depend"
-                )
+                difference += "; an earlier version decided this run's draft lengths, on which others depend"
             break
         if coverage.resumed_from > previous_version:
             missing = (
