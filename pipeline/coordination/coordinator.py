@@ -259,9 +259,12 @@ class Coordinator(CoordinatorInspection):
 
     def _on_pull_finished(self, event: events.PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)
-        # An instance that had to load a newer version counts as serving the one it was to pull, until it pulls again.
-        if instance is not None and event.version >= instance.version:
-            self._state.finish_pull(instance)
+        if instance is None or event.version < instance.version:
+            return
+        evaluation = self._state.evaluation
+        if event.version > instance.version and evaluation is not None and instance.id in evaluation.pinned_instances:
+            self._issuer.finish_evaluation(abandoned=True)
+        self._state.finish_pull(instance, event.version)
 
     def _on_stop_requested(self) -> None:
         self._is_stopped = True

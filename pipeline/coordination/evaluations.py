@@ -15,7 +15,8 @@ pull until they have nothing more to sample for it. The others pull as usual.
   slots are free.
 - A pinned instance that is lost or leaves is replaced by any other that still serves the version; its trajectories
   continue there. If there is none, and a newer version is published, the evaluation is abandoned, and may begin again
-  with the newer version.
+  with the newer version. So it is if a pinned instance had to load a newer version, since no host had the evaluated one
+  any more.
 """
 
 from __future__ import annotations

@@ -216,9 +216,11 @@ class Fleet:
         self._distinct_versions = None
         self._update(instance)
 
-    def finish_pull(self, instance: Instance) -> None:
-        """Record that an instance has loaded the version it is marked with."""
-        instance.pulling = False
+    def finish_pull(self, instance: Instance, version: PolicyVersion) -> None:
+        """Record that an instance has loaded the version it is marked with, or a newer one."""
+        instance.version, instance.pulling = version, False
+        self._distinct_versions = None
+        self._update(instance)
 
     def start_move(self, source: Instance, target: Instance) -> None:
         """Count a trajectory as moving from one instance to another."""

@@ -448,9 +448,10 @@ class CoordinatorState(ReplanFlags):
         self.fleet.start_pull(instance, self.ledger.version)
         self._routing_changed = True
 
-    def finish_pull(self, instance: Instance) -> None:
-        """Record that an instance has loaded the version it is marked with."""
-        self.fleet.finish_pull(instance)
+    def finish_pull(self, instance: Instance, version: PolicyVersion) -> None:
+        """Record that an instance has loaded the version it is marked with, or a newer one because no host had that
+        any more."""
+        self.fleet.finish_pull(instance, version)
         self._loads_changed[instance.id] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it
 

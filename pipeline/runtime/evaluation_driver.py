@@ -126,7 +126,7 @@ class EvaluationDriver:
             self._is_due = True
             await self.best.finish_evaluation(command.version, ())
             self._note(
-                f"the evaluation of version {command.version} was abandoned, since no instance serves it any more; a "
+                f"the evaluation of version {command.version} was abandoned, since its instances no longer serve it; a "
                 "later version is evaluated instead"
             )
         else:

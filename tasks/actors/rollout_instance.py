@@ -102,8 +102,8 @@ class RolloutInstance:
         self._undelivered_events: list[SampledTokens | FailedRequest] = []
         self._interrupted: list[SampledTokens] = []
         """Interrupted requests that are not yet with the server."""
-        self._ended_turns: list[SampledTokens] = []
-        """Requests that were routed here and had ended already."""
+        self._not_sampled: list[SampledTokens | FailedRequest] = []
+        """Requests that were routed here and had ended already, or could not be sampled."""
         self._spool_s = spool_s
         self._last_spool_s: float | None = None
         """Time of the last delivery of running responses' tokens, on the loop's clock."""
@@ -118,32 +118,40 @@ class RolloutInstance:
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling trajectories, after the tokens that the server has. Trajectories that are no longer live are
-        skipped; a complete response is reported as sampled."""
+        skipped; a complete response is reported as sampled, and an evaluation's request for a version that the engine
+        no longer serves as failed."""
         requests: list[Request | SampledTokens] = await call_actor(
             server, "requests", items, timeout_s=self._call_s, actor_name="server"
         )
 
-        def submit() -> list[SampledTokens]:
+        def submit() -> list[SampledTokens | FailedRequest]:
             if self._asleep:
                 raise ProtocolViolation(f"{self._instance} sleeps, but was sent {len(requests)} trajectories to sample")
-            engine_version, sampling_requests = self._engine.version, [r for r in requests if isinstance(r, Request)]
-            for request in sampling_requests:
-                min_version = request.version
-                if (
-                    min_version is None
-                    or engine_version < min_version
-                    or (is_evaluation(request.trajectory) and engine_version != min_version)
-                ):
-                    raise ProtocolViolation(
-                        f"{self._instance} serves version {engine_version}, trajectory {request.trajectory} needs "
-                        f"{min_version}"
+            engine_version = self._engine.version
+            sampling_requests: list[Request] = []
+            not_sampled: list[SampledTokens | FailedRequest] = [r for r in requests if isinstance(r, SampledTokens)]
+            for request in requests:
+                if isinstance(request, SampledTokens):
+                    continue
+                mismatch = (
+                    f"{self._instance} serves version {engine_version}, trajectory {request.trajectory} needs "
+                    f"{request.version}"
+                )
+                if request.version is None or engine_version < request.version:
+                    raise ProtocolViolation(mismatch)
+                if is_evaluation(request.trajectory) and engine_version != request.version:
+                    # Its pull had to load a newer version: the coordinator abandons the evaluation.
+                    not_sampled.append(
+                        FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error=mismatch)
                     )
+                else:
+                    sampling_requests.append(request)
             self._engine.submit(sampling_requests)
-            return [r for r in requests if isinstance(r, SampledTokens)]
+            return not_sampled
 
-        ended_turns = await self._command(submit)
+        not_sampled = await self._command(submit)
         # Added on the event loop without waiting in between: `next_events` replaces the list while a call waits.
-        self._ended_turns += ended_turns
+        self._not_sampled += not_sampled
         if self._fetches_drafts:
             await self._fetch_draft_responses(server)
 
@@ -217,18 +225,18 @@ class RolloutInstance:
                 await asyncio.sleep(timeout_s)
             return []
         until_spool_s = self._seconds_until_spool()
-        if until_spool_s <= 0 and not self._undelivered_events and not self._ended_turns:
+        if until_spool_s <= 0 and not self._undelivered_events and not self._not_sampled:
             await self._spool(server)
             return []
         if self._fetches_drafts and asyncio.get_running_loop().time() >= self._drafts_fetched_s + DRAFT_FETCH_S:
             await self._fetch_draft_responses(server)
-        if not self._undelivered_events and not self._ended_turns:
+        if not self._undelivered_events and not self._not_sampled:
             loop, wait_s = asyncio.get_running_loop(), min(timeout_s, until_spool_s)
             self._undelivered_events = await loop.run_in_executor(self._event_thread, self._engine.events, wait_s)
             if not await self._may_deliver(timeout_s):
                 return []
-        turns, self._ended_turns = self._ended_turns, []
-        self._undelivered_events += turns
+        not_sampled, self._not_sampled = self._not_sampled, []
+        self._undelivered_events += not_sampled
         outcomes = await self._deliver(server, self._undelivered_events)
         self._undelivered_events = []
         return outcomes

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, Interrupt, Route
+from staleflow.pipeline.coordination.commands import Abort, Command, FinishEvaluation, Interrupt, Pull, Route
 from staleflow.pipeline.coordination.events import (
     EvaluationRequested,
     InstanceLeaving,
     InstanceLost,
+    PullFinished,
     Tick,
     TrajectoryFailed,
 )
@@ -62,6 +63,24 @@ def test_the_replacement_of_a_lost_host_at_a_newer_version_does_not_host() -> No
         i for i, live in bench.coordinator._state.live_trajectories.items() if live.instance == B and live.is_evaluation
     )
     assert evaluation_routes(bench.sampled(on_b)) == [(B, 0)]
+
+
+def test_an_evaluation_is_abandoned_if_its_instance_had_to_load_a_newer_version() -> None:
+    """No host had the weights of version 1 any more when the instance pulled them."""
+    bench = Bench(eta=2)
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0)
+    assert commands_of(bench.publish(1), Pull)
+    assert evaluation_routes(request_evaluation(bench, 2)) == [(A, 1)] * 2
+    bench.finish(1)
+    assert commands_of(bench.publish(2), Pull) == []
+    commands = bench.tell(PullFinished(instance=A, version=PolicyVersion(2)))
+    assert [(f.version, f.abandoned) for f in commands_of(commands, FinishEvaluation)] == [(1, True)]
+    assert sorted(abort.trajectory for abort in commands_of(commands, Abort)) == [-2, -1]
+    commands = request_evaluation(bench, 2)
+    assert evaluation_routes(commands) == [(A, 2)] * 2
+    assert commands_of(commands, Pull) == []
 
 
 def test_a_host_without_reservable_groups_gives_all_slots_to_the_evaluation() -> None:

@@ -102,7 +102,8 @@ class RandomRun:
                 delivered = [(TrajectoryId(t), rng.randint(0, 70)) for t in rng.sample(range(60), 15)]
                 return InstanceReported(instance=name, progress=tuple(progress), delivered=tuple(delivered))
             case 4:
-                return PullFinished(instance=name, version=PolicyVersion(rng.randrange(4)))
+                version = min(rng.randrange(4), self.coordinator.ledger.version)  # only published ones are loaded
+                return PullFinished(instance=name, version=PolicyVersion(version))
             case 5:
                 return TrajectoryScored(trajectory=TrajectoryId(rng.randrange(60)), reward=1.0)
             case 6:

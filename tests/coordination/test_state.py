@@ -202,7 +202,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "fail": (lambda s: s.requeue_failed(live(s, 1), Transition.FAILED), (False, [A], False, True)),
     "score": (lambda s: s.record_reward(live(s, 2), 0.5), (False, [], False, False)),
     "record_progress": (lambda s: s.record_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
-    "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
+    "finish_pull": (lambda s: s.finish_pull(s.fleet[1], s.fleet[1].version), (False, [B], False, False)),
     "abort": (lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)), (True, [], True, True)),
     "draw": (lambda s: s.request_groups(2), (False, [], False, False)),
 }

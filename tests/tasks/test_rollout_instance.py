@@ -44,6 +44,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
 from tests.support.bodies import Body
+from tests.support.driver_runs import EVALUATED
 from tests.support.route_items import route_item
 from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
 from tests.support.segments import delivery, sampled_segment
@@ -76,8 +77,9 @@ class UnreachableServer:
         raise OSError("connection closed")
 
 
-def make_server(world: World, folder: Path) -> Any:
-    return server_class(world)(actor_settings.server_settings(Body(folder).config(), folder / "store", 128), 0.0)
+def make_server(world: World, folder: Path, *overrides: str) -> Any:
+    settings = actor_settings.server_settings(Body(folder).config(*overrides), folder / "store", 128)
+    return server_class(world)(settings, 0.0)
 
 
 def make_instance(world: World, name: str = "one", spool_s: float = 0.0) -> VirtualRolloutInstance:
@@ -248,6 +250,22 @@ async def test_an_ended_turn_is_reported_once_when_another_is_routed_meanwhile(
     assert [o.trajectory for o in await instance.next_events(server, 0.1)] == [0]
     await second
     assert [o.trajectory for o in await instance.next_events(server, 0.1)] == [1]
+
+
+async def test_an_evaluation_of_a_version_that_is_no_longer_served_fails_on_the_instance(tmp_path: Path) -> None:
+    """The pull before it had to load a newer version. Training goes on under that one."""
+    server = make_server(World(length=lambda _: 9), tmp_path, *EVALUATED)
+    instance = make_instance(World(length=lambda _: 9))
+    instance.engine.version = PolicyVersion(2)
+    await server.draw(0, 1)
+    await instance.route(server, (route_item(-2, version=1), route_item(0, version=1)))
+    outcomes = {outcome.trajectory: outcome for outcome in await instance.next_events(server, 5.0)}
+    assert outcomes[TrajectoryId(-2)].error == "one serves version 2, trajectory -2 needs 1"
+    if TrajectoryId(0) not in outcomes:
+        outcomes |= {outcome.trajectory: outcome for outcome in await instance.next_events(server, 5.0)}
+    assert (outcomes[TrajectoryId(0)].num_tokens, outcomes[TrajectoryId(0)].error) == (9, "")
+    with pytest.raises(ProtocolViolation, match="serves version 2, trajectory -2 needs 3"):
+        await instance.route(server, (route_item(-2, 2, version=3),))
 
 
 async def test_an_interrupt_reports_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
