@@ -13,6 +13,7 @@ A scheduler, workers and the run are processes of their own; the engine is emula
 some before the last one has passed. Whatever has ended is started again by this program, as an operator's tools would,
 and what the run does by itself is left to it. After a resume the whole store is audited, beside the run, and after the
 last one of those that come meanwhile; at the end the run is stopped, and every prompt is counted against the source.
+After Ctrl-C no more faults strike.
 
 It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, a start of the run ended by an
 error of its own, the run did not train again within its deadlines, a process outlived the run, or the tokens do not
@@ -30,6 +31,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -86,11 +88,15 @@ class Soak:
 
     async def run(self, num_faults: int) -> None:
         scene = self.scene
+        interrupted = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
         scene.cluster.start()
         self.say(scene.run.start())
         if not await self.trains("the start"):
             return
         for number in range(1, num_faults + 1):
+            if interrupted.is_set():
+                break
             name, what, at = await self.strike()
             self.say(f"fault {number}: {name}: {what}")
             if number < num_faults and self.rng.random() < self.overlap:

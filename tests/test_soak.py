@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -325,6 +326,23 @@ def test_a_run_survives_the_loss_of_trainer_server_and_driver(disk_path: Path) -
         "kill -9 server",
         "kill -9 driver",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_soak_that_is_interrupted_counts_what_it_has_done(disk_path: Path) -> None:
+    words = ("--faults", "1000", "--seed", "1", "--job-kind", "plain", "--only", "kill -9 reward", "--overlap", "0")
+    command = [sys.executable, "-m", "benchmarks.soak", "--folder", str(disk_path / "soak"), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "fault 1: " in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 0, "".join(lines)
+    assert not any("fault 2: " in line for line in lines)
+    assert any(line.startswith("tokens: ") for line in lines)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ async def audited(run_dir: Path) -> list[str]:
     while True:
         process = await asyncio.create_subprocess_exec(
             "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:
             async with asyncio.timeout(AUDIT_S):
