@@ -65,8 +65,11 @@ class WeightVerification:
         self._checks: list[WeightCheck] = []
 
     def set_probe(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Build the probe from the token ids of held-out prompts."""
+        """Build the probe from the token ids of held-out prompts. A single token is repeated, since logprobs begin with
+        the second one."""
         tokens = [token for prompt in prompts for token in prompt]
+        if len(tokens) == 1:
+            tokens *= PROBE_TOKENS
         self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context - 1)])
 
     async def measure_engine_logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime.weight_verification import DRIFT_FACTOR
+from staleflow.pipeline.runtime.weight_verification import DRIFT_FACTOR, PROBE_TOKENS, WeightVerification
 from staleflow.stores.errors import ActorLost, ConfigError, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support import virtual_time
@@ -213,6 +214,17 @@ async def test_an_instance_with_wrong_logprobs_is_refused_and_named(body: Body) 
         (alarm,) = stage.actors.verification.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
         assert "rollout.logprob_drift_limit allows 0.2" in alarm
+
+
+@pytest.mark.parametrize(
+    ("prompts", "probe"),
+    [([(5,)], (5,) * PROBE_TOKENS), ([(5,), (6,)], (5, 6)), ([range(100)], tuple(range(PROBE_TOKENS))), ([], ())],
+)
+def test_any_held_out_prompt_makes_a_probe(prompts: list[Sequence[int]], probe: tuple[int, ...]) -> None:
+    """A sequence of one token has no logprobs to compare."""
+    verification = WeightVerification(RunConfig(), context=256)
+    verification.set_probe(prompts)
+    assert verification.probe == probe
 
 
 async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -> None:
