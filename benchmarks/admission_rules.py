@@ -35,7 +35,7 @@ class PipelineDepth(Baseline):
             )
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return math.ceil(self.depth * ledger.groups_started)
+        return math.ceil(self.depth * ledger.oversampled_groups)
 
 
 class WindowedLedger(StalenessLedger):
@@ -96,7 +96,7 @@ class WindowedFifo(Baseline):
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
-        return (self.ahead + 1 - trained) * ledger.groups_started
+        return (self.ahead + 1 - trained) * ledger.oversampled_groups
 
 
 @BASELINES.register("over_provision")
@@ -112,4 +112,4 @@ class OverProvision(Baseline):
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:
             return 0
-        return math.ceil((1 + self.excess) * ledger.groups_started)
+        return math.ceil((1 + self.excess) * ledger.oversampled_groups)

@@ -198,7 +198,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
     config = job(tables, SMALL if quick else {})
     trace = simulated(config)
     m = compute_stats(config, trace)
-    new = sum(instance.work.prefilled for instance in trace.instances)
+    new = sum(instance.work.new_prefill_tokens for instance in trace.instances)
     context = new + m.cached_tokens + m.reprefilled_tokens
     return {
         "part": "prefix", "routing": routing, "kv_tokens": kv_tokens, "affinity": affinity, "step_s": m.step_s,

@@ -101,7 +101,7 @@ class Share(SimulatedRun):
 
     def _train(self, command: commands.Train) -> None:
         responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
-        sampled, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
+        sampled, prefilled = sum(r.tokens for r in responses), sum(r.prefilled for r in responses)
         self._run.add_batch(Batch(share=self._number, command=command, sampled=sampled, prefilled=prefilled))
 
     def lose_coordinator(self, until_s: float) -> None:
@@ -115,7 +115,7 @@ class Share(SimulatedRun):
             num_ended={outcome_key(*ending): count for ending, count in ledger.num_ended.items()},
         )  # fmt: skip
         for instance in tuple(self._instances.values()):
-            self._retire_instance(instance)
+            self._remove_instance(instance)
         self._heap, self._num_pending, self._delivered, self._is_lost = [], 1, {}, True
         self._schedule(until_s, lambda: self._resume(state, in_flight))
 

@@ -27,7 +27,7 @@ class IdSet:
     def add(self, ids: Ints) -> Ints:
         """Add ids. Returns those that were in the set before or occur twice among them."""
         unique, counts = np.unique(ids, return_counts=True)
-        is_absent = self._absent(unique)
+        is_absent = self._is_absent(unique)
         new_ids = unique[is_absent]
         if len(new_ids):
             starts = np.sort(np.concatenate([self._starts, new_ids + 1]))
@@ -37,9 +37,9 @@ class IdSet:
             self.count += len(new_ids)
         return unique[~is_absent | (counts > 1)]
 
-    def absent(self, start: Ints, stop: Ints) -> int:
+    def count_absent(self, start: Ints, stop: Ints) -> int:
         """Number of ids in the disjoint intervals start <= id < stop that are not in the set."""
-        return int((self._below(stop) - self._below(start)).sum())
+        return int((self._count_absent_below(stop) - self._count_absent_below(start)).sum())
 
     def next_absent(self, id: int) -> int:
         """The smallest id >= `id` that is not in the set."""
@@ -51,11 +51,11 @@ class IdSet:
         i = int(np.searchsorted(self._starts, id, side="right")) - 1
         return int(self._ends[i]) if i >= 0 and id < self._ends[i] else id
 
-    def _absent(self, ids: Ints) -> npt.NDArray[np.bool_]:
+    def _is_absent(self, ids: Ints) -> npt.NDArray[np.bool_]:
         indices = np.searchsorted(self._starts, ids, side="right") - 1
         return (indices >= 0) & (ids < self._ends[np.maximum(indices, 0)])
 
-    def _below(self, ids: Ints) -> Ints:
+    def _count_absent_below(self, ids: Ints) -> Ints:
         """Number of absent ids below each id. It may wrap around; differences are right all the same."""
         sizes = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._ends - self._starts)])
         indices = np.searchsorted(self._starts, ids, side="right") - 1

@@ -1,7 +1,7 @@
 """Value types: versions, segments, trajectories, groups. Pure: numpy and the standard library.
 
 A group is the set of trajectories sampled for one prompt. Ids are dense integers, so that "nothing was lost" can be
-checked by counting: group `g` owns the trajectories `g * members_started ... (g + 1) * members_started - 1`.
+checked by counting: with `n` members started per group, group `g` has the trajectories `g * n ... (g + 1) * n - 1`.
 """
 
 from __future__ import annotations

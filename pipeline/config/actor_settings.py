@@ -264,7 +264,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         prompts=prompt_settings(config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt),
         reward=config.reward.setting,
         group_size=config.batch.group_size,
-        members_started=config.oversampled_group_size,
+        oversampled_group_size=config.oversampled_group_size,
         advantage=config.training.advantage,
         overlong=overlong_penalty(config),
         max_error_share=config.reward.max_error_share,

@@ -224,7 +224,7 @@ class CoordinatorState(ReplanFlags):
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue the trajectories of an evaluation. Returns their ids."""
-        trajectories = self._evaluations.begin(number, groups, self.ledger.members_started, self.now)
+        trajectories = self._evaluations.begin(number, groups, self.ledger.oversampled_group_size, self.now)
         for trajectory in trajectories:
             self.live_trajectories[trajectory.id] = trajectory
             self._enqueue(trajectory)

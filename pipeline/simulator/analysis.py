@@ -96,7 +96,7 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
     span_s = max(window[-1].finished_s - begin_s, 1e-12)
     totals = [i.work for i in trace.instances]
     alive_s = sum((trace.finished_s if i.lost_s is None else i.lost_s) - i.joined_s for i in trace.instances) or 1e-12
-    sampled_tokens = sum(w.tokens for w in totals)
+    sampled_tokens = sum(w.sampled_tokens for w in totals)
     busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in totals)
     staleness: Counter[int] = Counter()
     for step in trace.steps:
@@ -115,8 +115,8 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         bound_kept=max(staleness, default=0) <= config.staleness.eta,
         ended=trace.ended,
         wasted_tokens=max(0, sampled_tokens - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
-        reprefilled_tokens=sum(w.reprefilled for w in totals),
-        cached_tokens=sum(w.cached for w in totals),
+        reprefilled_tokens=sum(w.repeated_prefill_tokens for w in totals),
+        cached_tokens=sum(w.cached_tokens for w in totals),
         max_kept_tokens=max((i.max_kept_tokens for i in trace.instances), default=0),
         sampled_tokens=sampled_tokens,
         preemptions=sum(w.preemptions for w in totals),
@@ -249,7 +249,9 @@ class Trace:
     ended: dict[str, int] = field(default_factory=dict)
     """Number of trajectories by fate and reason, over the whole run."""
     refusals: dict[str, int] = field(default_factory=dict)
+    """Numbers of proposals that the coordinator refused, by reason."""
     losses: int = 0
+    """Number of instances that were lost."""
     finished_s: float = 0.0
     evaluations: list[tuple[int, float, bool]] = field(default_factory=list)
     """Evaluations as (version, time of the end in seconds, whether it was abandoned)."""

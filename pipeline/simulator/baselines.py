@@ -69,7 +69,7 @@ class OneStep(Baseline):
         return 1
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return ledger.groups_started
+        return ledger.oversampled_groups
 
 
 @BASELINES.register("credits")
@@ -94,7 +94,7 @@ class Credits(Baseline):
             )
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return ledger.groups_started + math.ceil(self.alpha * ledger.groups_started)
+        return ledger.oversampled_groups + math.ceil(self.alpha * ledger.oversampled_groups)
 
 
 @BASELINES.register("backlog")
@@ -108,7 +108,7 @@ class Backlog(Baseline):
     awaits_due_groups = keeps_bound = False
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
+        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.oversampled_groups
 
 
 def other_systems(eta: int) -> dict[str, Admission]:

@@ -45,27 +45,29 @@ STUCK_TICKS = 100
 
 @dataclass(slots=True)
 class SimulatedInstance:
-    """A simulated instance. wake: number of its currently valid heap entry."""
+    """A simulated instance."""
 
     id: InstanceId
     index: int
     engine: SimulatedBatch
     trace: InstanceTrace
     version: PolicyVersion
-    wake: int = 0
-    alive: bool = True
-    reported: WorkTotals = field(default_factory=WorkTotals)
-    """Its totals at its latest report."""
+    wake_number: int = 0
+    """Number of the heap entry that is to advance it next; entries with smaller numbers are not valid any longer."""
+    is_alive: bool = True
+    reported_work: WorkTotals = field(default_factory=WorkTotals)
+    """Total work of the instance at its latest report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCost:
-    """One trained response, with fields as in TrainedStep. alone_s: its seconds on an instance of its own."""
+    """Cost of one response. Fields as in TrainedStep."""
 
-    sampled: int
+    tokens: int
     prefilled: int
     context_tokens: float
     alone_s: float
+    """Seconds to sample it on an instance of its own, with the time of its tools."""
 
 
 class SimulatedRun:
@@ -92,9 +94,9 @@ class SimulatedRun:
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._num_pending = 0  # entries of the heap that are neither ticks nor faults
-        self._order = 0
+        self._num_scheduled = 0
         self._instances: dict[InstanceId, SimulatedInstance] = {}
-        self._touched: dict[InstanceId, SimulatedInstance] = {}
+        self._changed_instances: dict[InstanceId, SimulatedInstance] = {}
         self._tokens: dict[TrajectoryId, int] = {}
         self._env_tokens: dict[TrajectoryId, int] = {}  # observation tokens since the latest turn
         # Length of running responses when they were last delivered to the trajectory server.
@@ -142,9 +144,9 @@ class SimulatedRun:
     def _schedule(self, at_s: float, action: Callable[[], None], *, recurring: bool = False) -> None:
         """Schedule an action. recurring: whether it is a tick or a fault, which occurs whether or not work is
         pending."""
-        self._order += 1
+        self._num_scheduled += 1
         self._num_pending += not recurring
-        heapq.heappush(self._heap, (at_s, self._order, action, recurring))
+        heapq.heappush(self._heap, (at_s, self._num_scheduled, action, recurring))
 
     def _emit_after(self, seconds: float, event: events.Event) -> None:
         self._schedule(self._now + seconds, lambda: self._handle(event))
@@ -199,16 +201,16 @@ class SimulatedRun:
 
     def _decode_stats(self, instance: SimulatedInstance) -> events.DecodeStats:
         """Decode steps of an instance since the last call."""
-        before, now = instance.reported, instance.engine.work_by(self._now)
-        instance.reported = now
+        before, now = instance.reported_work, instance.engine.work_by(self._now)
+        instance.reported_work = now
         return events.DecodeStats(
             running=instance.engine.num_decoding,
             kv_tokens=instance.engine.kv_tokens,
             seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
-            tokens=now.tokens - before.tokens,
-            drafts=round(now.drafts - before.drafts),
-            drafted_tokens=round(now.drafted - before.drafted),
-            accepted_tokens=round(now.accepted - before.accepted),
+            tokens=now.sampled_tokens - before.sampled_tokens,
+            drafts=round(now.num_drafts - before.num_drafts),
+            drafted_tokens=round(now.drafted_tokens - before.drafted_tokens),
+            accepted_tokens=round(now.accepted_tokens - before.accepted_tokens),
         )
 
     # -- commands --------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class SimulatedRun:
         if instance is None:  # lost, and reported as such
             return
         self._advance(instance)
-        self._touched[instance.id] = instance
+        self._changed_instances[instance.id] = instance
         match command:
             case commands.Route():
                 self._sample(instance, command)
@@ -310,7 +312,7 @@ class SimulatedRun:
     def _drop_evaluation(self) -> None:
         """Count the tokens of an ended evaluation, and drop its trajectories."""
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
-            self.trace.evaluated_tokens += self._response_cost(trajectory, self._tokens.pop(trajectory)).sampled
+            self.trace.evaluated_tokens += self._response_cost(trajectory, self._tokens.pop(trajectory)).tokens
             self._env_tokens.pop(trajectory, None)
             self._environments.end(trajectory)
 
@@ -341,7 +343,7 @@ class SimulatedRun:
 
     def _train(self, command: commands.Train) -> None:
         responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
-        tokens, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
+        tokens, prefilled = sum(r.tokens for r in responses), sum(r.prefilled for r in responses)
         seconds = train_seconds(self._config, tokens + prefilled)
         step = TrainedStep(
             step=command.step,
@@ -350,7 +352,7 @@ class SimulatedRun:
             tokens=tokens,
             prefilled=prefilled,
             context_tokens=sum(r.context_tokens for r in responses),
-            longest_tokens=max(r.sampled for r in responses),
+            longest_tokens=max(r.tokens for r in responses),
             longest_s=max(r.alone_s for r in responses),
             staleness=dict(Counter(command.step - v for v in command.versions)),
         )
@@ -376,7 +378,7 @@ class SimulatedRun:
             sampled += count
             tools += observation_tokens
             context += count + observation_tokens
-        return ResponseCost(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
+        return ResponseCost(tokens=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------
 
@@ -412,7 +414,7 @@ class SimulatedRun:
             running = {t for t, _ in instance.engine.progress(self._now)}
             delivered = self._delivered.pop(instance.id, {})
             self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in delivered.items() if t in running}
-            self._retire_instance(instance)
+            self._remove_instance(instance)
             self.trace.losses += 1
             attempt = self.trace.losses
             self._handle(events.InstanceLost(instance=instance.id, why="drawn at random"))
@@ -423,10 +425,10 @@ class SimulatedRun:
             recurring=True,
         )
 
-    def _retire_instance(self, instance: SimulatedInstance) -> None:
+    def _remove_instance(self, instance: SimulatedInstance) -> None:
         del self._instances[instance.id]
-        self._touched.pop(instance.id, None)
-        instance.alive = False
+        self._changed_instances.pop(instance.id, None)
+        instance.is_alive = False
         instance.trace.lost_s = self._now
         instance.trace.work = instance.engine.work_by(self._now)
 
@@ -444,19 +446,19 @@ class SimulatedRun:
                 ),
             )
 
-    def _wake(self, instance: SimulatedInstance, ticket: int) -> None:
-        if instance.alive and ticket == instance.wake:
+    def _advance_scheduled(self, instance: SimulatedInstance, wake_number: int) -> None:
+        if instance.is_alive and wake_number == instance.wake_number:
             self._advance(instance)
-            self._touched[instance.id] = instance
+            self._changed_instances[instance.id] = instance
 
     def _reschedule(self) -> None:
         """Replace the next scheduled event of every changed instance."""
-        for instance in self._touched.values():
-            instance.wake += 1
+        for instance in self._changed_instances.values():
+            instance.wake_number += 1
             next_s = instance.engine.next_s()
             if next_s < math.inf:
-                self._schedule(next_s, partial(self._wake, instance, instance.wake))
-        self._touched.clear()
+                self._schedule(next_s, partial(self._advance_scheduled, instance, instance.wake_number))
+        self._changed_instances.clear()
 
     def _close(self) -> None:
         for instance in self._instances.values():

@@ -118,9 +118,9 @@ def verify_offline(
                         resume_point=str(resume_points.path(PolicyVersion(start))) if start else "", parts=(part,)
                     ),
                 ),
-                weights={r.step + 1: r.weight_fingerprint for r in run_steps}
+                weight_fingerprints={r.step + 1: r.weight_fingerprint for r in run_steps}
                 | {number + 1: entry.weights for number, entry in zip(step_numbers, entries, strict=True)},
-                batches={r.step: r.batch_fingerprint for r in run_steps}
+                batch_fingerprints={r.step: r.batch_fingerprint for r in run_steps}
                 | {number: entry.batch for number, entry in zip(step_numbers, entries, strict=True)},
             )
             if checkpoint.is_dir():
@@ -140,7 +140,7 @@ def verify_offline(
         num_entries=chain.num_entries,
         entry=entry_of(lines[-1]) if sample else "",
         sample_steps=tuple(sample),
-        repeated_steps=tuple(sorted(result.steps)),
+        repeated_steps=tuple(sorted(result.equal_steps)),
         findings=(*findings, *contradictions),
         unverified=(*unverified, *unverified_differences, *result.unverified),
         checkpoint=str(checkpoint) if checkpoint.is_dir() else "",

@@ -151,10 +151,10 @@ class RepetitionPlan:
     ranges: tuple[RepeatedRange, ...]
     checkpoint: tuple[str, JobPart] | None = None
     """Folder of a checkpoint to compare, and the job that its version was trained by, with `start` as its version."""
-    weights: dict[int, str]
-    """Fingerprint of each version; version 0 may be unknown."""
-    batches: dict[int, str]
-    """Fingerprint of each step's batch."""
+    weight_fingerprints: dict[int, str]
+    """The published one of each version; version 0 may be unknown."""
+    batch_fingerprints: dict[int, str]
+    """The stored one of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Difference:
 class RepetitionResult:
     """Results of a repetition. Each range ends at its first difference."""
 
-    steps: list[int] = field(default_factory=list)
+    equal_steps: list[int] = field(default_factory=list)
     """Steps with the recorded batch, whose weights equal the published ones bit for bit."""
     checkpoint_is_equal: bool = False
     """Whether the checkpoint is what the job's trainer saves of the published weights."""
@@ -222,10 +222,8 @@ class _Repeater:
         version = steps_range.parts[0].start
         self._origin_note = f", repeated from the resume point of version {version}" if steps_range.resume_point else ""
         with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
-            points, point = (
-                ResumePoints(Path(folder)),
-                Path(steps_range.resume_point) if steps_range.resume_point else None,
-            )
+            points = ResumePoints(Path(folder))
+            point = Path(steps_range.resume_point) if steps_range.resume_point else None
             for part in steps_range.parts:
                 with self._open_policy(part.config, part) as policy:
                     self._load(policy, part, point)
@@ -244,29 +242,28 @@ class _Repeater:
         location, version = f"version {part.start} in {folder}", part.start
         is_adapter = bool(part.config.training.lora.rank)
         with tempfile.TemporaryDirectory(prefix="staleflow-") as tmp:
-            published_fingerprint, saved_folder = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
+            weight_path, saved_folder = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
             try:
                 if is_adapter:
                     adapter = weight_folder.read(Path(folder, *ADAPTER))
-                    weights = weight_file.write(published_fingerprint, adapter)
+                    actual_fingerprint = weight_file.write(weight_path, adapter)
                 else:
                     checkpoint_model = dataclasses.replace(part.config.model, path=folder)
                     with self._open_policy(dataclasses.replace(part.config, model=checkpoint_model), part) as policy:
-                        weights = policy.apply_to_weights(
-                            lambda tensors: weight_file.write(published_fingerprint, tensors)
+                        actual_fingerprint = policy.apply_to_weights(
+                            lambda tensors: weight_file.write(weight_path, tensors)
                         )
             except (ConfigError, StoreError) as error:
                 raise _DifferenceFound(Difference(location, str(error), version - 1, False)) from error
-            self._compare(weights, version, location, was_computed=False)
+            self._compare(actual_fingerprint, version, location, was_computed=False)
             with self._open_policy(part.config, part) as policy:
-                policy.save(saved_folder, published_fingerprint)
+                policy.save(saved_folder, weight_path)
             comparison = compare_files(Path(folder), saved_folder)
         self.result.unverified += comparison.unverified
         self.result.checkpoint_is_equal = comparison.weights_are_equal and not comparison.differences
         if comparison.differences:
-            was_computed = (
-                is_adapter and not comparison.weights_are_equal
-            )  # an adapter was merged into the model's weights here
+            # An adapter was merged into the model's weights here.
+            was_computed = is_adapter and not comparison.weights_are_equal
             raise _DifferenceFound(Difference(location, "; ".join(comparison.differences), version - 1, was_computed))
 
     @contextlib.contextmanager
@@ -296,7 +293,7 @@ class _Repeater:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
                 was_computed = True
-        if self._plan.weights.get(part.start):  # a run of an earlier version may not have stored it
+        if self._plan.weight_fingerprints.get(part.start):  # a run of an earlier version may not have stored it
             self._compare(policy.apply_to_weights(fingerprint), part.start, location, was_computed=was_computed)
 
     def _step(self, policy: Policy, step: int) -> None:
@@ -305,7 +302,7 @@ class _Repeater:
             raise _DifferenceFound(Difference(location, "no row that it was trained on is stored", step, False))
         schedule_step, positions = self._steps[step]
         batch = [row for row in read_batch_rows(self._store, positions) if isinstance(row, EndedTrajectory)]
-        if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
+        if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batch_fingerprints[step]:
             raise _DifferenceFound(
                 Difference(location, "its batch is not the one that the trainer received", step, False)
             )
@@ -314,15 +311,16 @@ class _Repeater:
         except IndexError as error:  # a forged token that is not in the vocabulary
             raise _DifferenceFound(Difference(location, f"no training on its batch: {error}", step, False)) from error
         self._compare(policy.apply_to_weights(fingerprint), step + 1, location, was_computed=True)
-        self.result.steps.append(step)
-        self._report({"done": len(self.result.steps), "total": self._num_steps, "metrics": metrics})
+        self.result.equal_steps.append(step)
+        self._report({"done": len(self.result.equal_steps), "total": self._num_steps, "metrics": metrics})
 
-    def _compare(self, weights: str, version: int, location: str, *, was_computed: bool) -> None:
-        """Compare the fingerprint of weights with that of the version. Raises _DifferenceFound."""
-        published_fingerprint = self._plan.weights.get(version, "")
-        if weights != published_fingerprint:
+    def _compare(self, actual_fingerprint: str, version: int, location: str, *, was_computed: bool) -> None:
+        """Compare the fingerprint of weights with the published one of the version. Raises _DifferenceFound."""
+        published_fingerprint = self._plan.weight_fingerprints.get(version, "")
+        if actual_fingerprint != published_fingerprint:
             message = (
-                f"the weights are {weights}, the run published {published_fingerprint or 'none'}{self._origin_note}"
+                f"the weights are {actual_fingerprint}, the run published {published_fingerprint or 'none'}"
+                f"{self._origin_note}"
             )
             raise _DifferenceFound(Difference(location, message, version - 1, was_computed))
 

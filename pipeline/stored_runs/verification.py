@@ -171,7 +171,7 @@ def verify_run(
     differences, unverified_differences = sort_differences(
         result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
-    if unfinished_steps := sorted({*sample} - {*result.steps}):
+    if unfinished_steps := sorted({*sample} - {*result.equal_steps}):
         unverified.append(f"{format_steps(unfinished_steps)}: of the sample, and not repeated to the end")
     return Verification(
         run=str(run_dir),
@@ -180,7 +180,7 @@ def verify_run(
         num_entries=chain.num_entries,
         entry=store.newest_entry if chain.num_entries else "",
         sample_steps=tuple(sample),
-        repeated_steps=tuple(sorted(result.steps)),
+        repeated_steps=tuple(sorted(result.equal_steps)),
         findings=(*findings, *differences),
         unverified=(*unverified, *unverified_differences, *result.unverified),
         checkpoint="" if checkpoint is None else str(checkpoint),
@@ -243,15 +243,15 @@ def _plan_repetition(
         ]
         resume_point = str(resume_points.path(PolicyVersion(resume_version))) if resume_version else ""
         ranges.append(RepeatedRange(resume_point=resume_point, parts=tuple(parts)))
-    weights = {record.step + 1: record.weight_fingerprint for record in step_records}
+    weight_fingerprints = {record.step + 1: record.weight_fingerprint for record in step_records}
     if not starts[0].steps.start and (first := starts[0].input("weights")):
-        weights[0] = first
+        weight_fingerprints[0] = first
     return RepetitionPlan(
         path=str(store.path),
         snapshot=store.snapshot,
         ranges=tuple(ranges),
-        weights=weights,
-        batches={record.step: record.batch_fingerprint for record in step_records},
+        weight_fingerprints=weight_fingerprints,
+        batch_fingerprints={record.step: record.batch_fingerprint for record in step_records},
     )
 
 

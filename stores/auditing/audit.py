@@ -126,7 +126,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
     try:
         # Without what is large: the audit keeps the records of all commits.
         commits = [replace(r, ledger=EMPTY_LEDGER, metrics={}, weight_checks=()) for r in _records(store)]
-        conservation_findings = list(_conservation(store))
+        conservation_findings = list(_conservation_findings(store))
         consumption = single_consumption.ConsumedRows()
         for rows in _all_rows(store, single_consumption.READ_COLUMNS):
             consumption.add(rows)
@@ -135,7 +135,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
     except StoreUnavailable:
         raise
     except StoreError as error:
-        findings = [*_damage(store), *findings]
+        findings = [*_damage_findings(store), *findings]
         if not findings:
             findings.append(Finding(check="arrays", location="store", message=str(error)))
         return AuditReport(
@@ -151,7 +151,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
     findings += bound_findings
     findings += consumption.findings(store.header, trained_steps, _all_rows(store, single_consumption.READ_COLUMNS))
     findings += conservation_findings
-    findings += _fingerprints(commits, digests)
+    findings += _fingerprint_findings(commits, digests)
     published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
     findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]
     return AuditReport(
@@ -181,7 +181,7 @@ def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
     return _rows(store, 0, store.array_lengths()[ROW_COUNT_ARRAY], names)
 
 
-def _damage(store: StoreReader) -> Iterator[Finding]:
+def _damage_findings(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     num_damaged = [0] * len(damage)
@@ -193,8 +193,8 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
                 starts, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
                 if chunk.array == "text":
                     starts, sizes = table["text_offset"], table["text_bytes"]
-                from_here = chunk.number * chunk.elements
-                num_damaged[i] += int(((starts < from_here + chunk.elements) & (starts + sizes > from_here)).sum())
+                chunk_start = chunk.number * chunk.elements
+                num_damaged[i] += int(((starts < chunk_start + chunk.elements) & (starts + sizes > chunk_start)).sum())
     except StoreUnavailable:
         raise
     except StoreError:
@@ -238,7 +238,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
             )
 
 
-def _conservation(store: StoreReader) -> Iterator[Finding]:
+def _conservation_findings(store: StoreReader) -> Iterator[Finding]:
     num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
     check = conservation.Conservation()
     offset = 0
@@ -263,17 +263,18 @@ def _read_tokens(
     """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
     StoreError at the first row that cannot be read."""
     ranges = list(_ranges(commits, consumption.num_rows))
-    step_rows = consumption.steps()
+    step_rows = consumption.step_ranges()
     starts = np.asarray([first for first, _ in ranges], np.int64)
-    inside: dict[int, set[int]] = {}
+    steps_by_range: dict[int, set[int]] = {}
     for step, (start, stop) in step_rows.items():
         number = int(np.searchsorted(starts, start, side="right")) - 1
         if stop <= ranges[number][1]:
-            inside.setdefault(number, set()).add(step)
+            steps_by_range.setdefault(number, set()).add(step)
     calls = (
         (
             str(store.path), store.snapshot, store.header.eta,
-            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), max_tokens=max_tokens, refusals=refusals),
+            RowRange(start=a, stop=b, steps=frozenset(steps_by_range.get(i, ())), max_tokens=max_tokens,
+                     refusals=refusals),
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip
@@ -281,9 +282,14 @@ def _read_tokens(
     if error := next((result.error for result in results if result.error), ""):
         raise StoreError(error)
     digests = {step: digest for result in results for step, digest in result.digests.items()}
-    if spread := step_rows.keys() - digests.keys():  # rows of them are not where their step was committed
-        start, stop = min(step_rows[step][0] for step in spread), max(step_rows[step][1] for step in spread)
-        digests |= hash_batches(store, RowRange(start=start, stop=stop, steps=frozenset(spread), max_tokens=max_tokens))
+    if divided_steps := step_rows.keys() - digests.keys():  # rows of them are not where their step was committed
+        start, stop = (
+            min(step_rows[step][0] for step in divided_steps),
+            max(step_rows[step][1] for step in divided_steps),
+        )
+        digests |= hash_batches(
+            store, RowRange(start=start, stop=stop, steps=frozenset(divided_steps), max_tokens=max_tokens)
+        )
     return [finding for result in results for finding in result.findings], digests
 
 
@@ -302,7 +308,7 @@ def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int,
         yield start, num_rows
 
 
-def _fingerprints(commits: Sequence[StepRecord], digests: dict[int, str]) -> Iterator[Finding]:
+def _fingerprint_findings(commits: Sequence[StepRecord], digests: dict[int, str]) -> Iterator[Finding]:
     """Check that batches read back as the trainer received them."""
     for commit in commits:
         location = f"{commit.kind} {commit.step}"

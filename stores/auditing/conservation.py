@@ -16,6 +16,7 @@ from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
+"""The name of this check in findings."""
 READ_COLUMNS = ("trajectory", "fate", "reason")
 """Columns of the rows that the check reads."""
 Ints = npt.NDArray[np.int64]
@@ -46,8 +47,8 @@ class Conservation:
         num_started = min(max(0, ledger.num_started), MAX_ID)
         start, stop = merge_ids(ledger.live)
         inside = np.clip(start, 0, num_started), np.clip(stop, 0, num_started)
-        num_absent = self._stored.absent(np.asarray([0]), np.asarray([num_started]))
-        live_absent = self._stored.absent(*inside)
+        num_absent = self._stored.count_absent(np.asarray([0]), np.asarray([num_started]))
+        live_absent = self._stored.count_absent(*inside)
         num_live = int((stop - start).sum())
         live_inside = int((inside[1] - inside[0]).sum())
         num_lost = num_absent - live_absent
@@ -58,7 +59,7 @@ class Conservation:
         num_both = live_inside - live_absent
         stored_outside = self._stored.count - (num_started - num_absent)
         live_outside = num_live - live_inside
-        both_outside = num_live - self._stored.absent(start, stop) - num_both
+        both_outside = num_live - self._stored.count_absent(start, stop) - num_both
         num_wrong = num_both + stored_outside + live_outside - both_outside
         if num_wrong:
             message = (

@@ -34,7 +34,8 @@ MANY_TRUNCATED = 0.1
 BLOCK = 65_536
 """Rows read at once."""
 DROPPED, TRUNCATED = "dropped", "truncated"
-"""Kinds besides "fate:reason": all dropped together, but what the run's end stopped; and consumed responses cut off."""
+"""Kinds of rows besides "fate:reason": all dropped ones, except those that the run's end stopped; and consumed
+responses that were cut off."""
 
 MEANS = ("response_tokens", "prompt_tokens", "turns", "tool_s")
 """Columns whose means are compared."""
@@ -52,10 +53,10 @@ class HasColumns(Protocol):
 class Contrast:
     """A statistically significant difference between two kinds of trajectories."""
 
-    factor: float
+    effect: float
     """Ratio of lengths, or difference of rewards."""
     p: float
-    """Two-sided, of Welch's t-test."""
+    """Two-sided p-value of Welch's t-test."""
 
     @property
     def p_text(self) -> str:
@@ -83,14 +84,14 @@ class OutcomeStats:
     reward_difference: Contrast | None = None
 
 
-IN_WORDS: dict[str, Callable[[float], str]] = {
+PHRASES: dict[str, Callable[[float], str]] = {
     "length_ratio": "{:.2g} times as long".format,
     "turns_ratio": "of {:.2g} times as many turns".format,
     "tool_ratio": "{:.2g} times as long with their environments".format,
     "reward_difference": lambda gap: f"{abs(gap):.2g} {'higher' if gap > 0 else 'lower'} in reward",
     "prompt_ratio": "to prompts {:.2g} times as long".format,
 }
-"""What the contrasts of OutcomeStats say."""
+"""Phrases for lines of the report, by name of the difference in OutcomeStats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +99,9 @@ class DropBias:
     """Differences between the trajectories that a run trained on and those that it dropped."""
 
     consumed: OutcomeStats
-    """What was trained on."""
+    """The trajectories that were trained on."""
     others: tuple[OutcomeStats, ...] = ()
-    """What was not, by reason, and responses that were cut off."""
+    """Those that were not, by reason; and the consumed ones that were cut off."""
     groups: int = 0
     never_trained: int = 0
     """Groups of which no trajectory was trained on."""
@@ -115,8 +116,8 @@ class DropBias:
         lines = []
         for kind in self.others:
             contrasts = [
-                f"{words(contrast.factor)} ({contrast.p_text})"
-                for name, words in IN_WORDS.items()
+                f"{words(contrast.effect)} ({contrast.p_text})"
+                for name, words in PHRASES.items()
                 if (contrast := getattr(kind, name)) is not None
             ]
             trajectories = self.consumed.trajectories
@@ -151,10 +152,12 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
     finished_sums = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
     outcomes = tuple(
-        _compared(name, sums[name], finished_sums if name == TRUNCATED else trained_sums) for name in order
+        _compare_outcomes(name, sums[name], finished_sums if name == TRUNCATED else trained_sums) for name in order
     )
     never = len(groups) - len(trained_sums.means("count"))
-    return DropBias(consumed=_kind("consumed", trained_sums), others=outcomes, groups=len(groups), never_trained=never)
+    return DropBias(
+        consumed=_outcome_stats("consumed", trained_sums), others=outcomes, groups=len(groups), never_trained=never
+    )
 
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
@@ -208,7 +211,7 @@ class _GroupSums:
         return means
 
 
-def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> OutcomeStats:
+def _outcome_stats(name: str, sums: _GroupSums, **differences: Contrast | None) -> OutcomeStats:
     rewards = sums.means("reward", "scored")
     figures: dict[str, Any] = {**{name: _mean(sums.means(name)) for name in MEANS}, **differences}
     return OutcomeStats(
@@ -220,30 +223,30 @@ def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> Outcom
     )
 
 
-def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> OutcomeStats:
+def _compare_outcomes(name: str, sums: _GroupSums, other: _GroupSums) -> OutcomeStats:
     ratios: dict[str, Contrast | None] = {}
     for column in ("response_tokens", "turns", "tool_s"):
         ratio = _ratio(sums.means(column), other.means(column))
         # A trajectory that was stopped might have become longer.
-        is_unknown = ratio is not None and ratio.factor < 1 and sums.stopped
+        is_unknown = ratio is not None and ratio.effect < 1 and sums.stopped
         ratios[column] = None if is_unknown or name.endswith(AbortReason.RUN_ENDED.value) else ratio
     reward = difference(sums.means("reward", "scored"), other.means("reward", "scored"))
-    return _kind(
+    return _outcome_stats(
         name,
         sums,
         length_ratio=None if name == TRUNCATED else ratios["response_tokens"],
         turns_ratio=ratios["turns"],
         tool_ratio=ratios["tool_s"],
         prompt_ratio=_ratio(sums.means("prompt_tokens"), other.means("prompt_tokens")),
-        reward_difference=reward if reward is not None and abs(reward.factor) >= REWARD_LIMIT else None,
+        reward_difference=reward if reward is not None and abs(reward.effect) >= REWARD_LIMIT else None,
     )
 
 
 def _ratio(ours: Array, theirs: Array) -> Contrast | None:
     contrast = difference(np.log(np.maximum(ours, 1.0)), np.log(np.maximum(theirs, 1.0)))
-    if contrast is None or abs(contrast.factor) < math.log(RATIO_LIMIT):
+    if contrast is None or abs(contrast.effect) < math.log(RATIO_LIMIT):
         return None
-    return Contrast(factor=math.exp(contrast.factor), p=contrast.p)
+    return Contrast(effect=math.exp(contrast.effect), p=contrast.p)
 
 
 def difference(ours: Array, theirs: Array) -> Contrast | None:
@@ -257,11 +260,11 @@ def difference(ours: Array, theirs: Array) -> Contrast | None:
     parts = [float(x.var(ddof=1)) / len(x) for x in (ours, theirs)]
     gap, variance = float(ours.mean() - theirs.mean()), sum(parts)
     if variance <= 0:
-        return Contrast(factor=gap, p=0.0) if gap else None
+        return Contrast(effect=gap, p=0.0) if gap else None
     freedom = variance**2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs), strict=True))
     z = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(gap * gap / variance / freedom))
     p = math.erfc(z / math.sqrt(2))
-    return Contrast(factor=gap, p=p) if p < P_LIMIT else None
+    return Contrast(effect=gap, p=p) if p < P_LIMIT else None
 
 
 def _mean(values: Array) -> float:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
-from staleflow.stores.auditing.weight_counts import Refusal, refused_tokens
+from staleflow.stores.auditing.weight_counts import Refusal, refused_token_findings
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
@@ -290,7 +290,9 @@ def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]
             (spans.instances[index], int(spans.versions[index]), int(spans.sizes[index]))
             for index in np.flatnonzero(spans.rows == i).tolist()
         ]
-        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, row_spans, refusals)
+        yield from refused_token_findings(
+            f"trajectory {block.rows['trajectory'][i]}", start_row + i, row_spans, refusals
+        )
 
 
 def describe_turns_mismatch(spans: Iterable[float], stored: Iterable[float]) -> str:

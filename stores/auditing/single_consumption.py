@@ -18,10 +18,12 @@ from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import Fate
 
 CHECK = "once"
+"""The name of this check in findings."""
 READ_COLUMNS = ("trajectory", "group", "fate", "step", "v_traj")
 """Columns that are read of each row."""
 Ints = npt.NDArray[np.int64]
 CONSUMED = FATES.index(Fate.CONSUMED)
+"""The fate of consumed rows, as it is stored."""
 
 
 def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
@@ -54,7 +56,7 @@ class ConsumedRows:
         self._counts.append(_merge(counts))
         self.num_rows += len(rows)
 
-    def steps(self) -> dict[int, tuple[int, int]]:
+    def step_ranges(self) -> dict[int, tuple[int, int]]:
         """Return the half-open range of rows that each step consumed."""
         counts = self._merged_counts()
         return {

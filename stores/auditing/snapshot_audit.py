@@ -33,11 +33,11 @@ def audit_history(path: Path) -> Iterator[Finding]:
     visited_snapshots: set[str] = set()
     for branch in sorted(branch_names(repository), key=lambda name: (name != MAIN, name)):
         if branch != MAIN:
-            yield from _damage(path, branch)
-        yield from _earlier(repository, branch, visited_snapshots)
+            yield from _damage_findings(path, branch)
+        yield from _snapshot_findings(repository, branch, visited_snapshots)
 
 
-def _damage(path: Path, branch: str) -> Iterator[Finding]:
+def _damage_findings(path: Path, branch: str) -> Iterator[Finding]:
     """Chunks of a branch's newest snapshot that cannot be read."""
     try:
         chunks = list(VersionedStore.open(path, branch=branch).damage())
@@ -48,7 +48,7 @@ def _damage(path: Path, branch: str) -> Iterator[Finding]:
         yield Finding(check=CHECK, location=f"branch {branch}", message=chunk.error)
 
 
-def _earlier(repository: Any, branch: str, visited_snapshots: set[str]) -> Iterator[Finding]:
+def _snapshot_findings(repository: Any, branch: str, visited_snapshots: set[str]) -> Iterator[Finding]:
     """Compare the earlier snapshots of a branch with its newest one. visited_snapshots: ids of those that were compared
     already; the others are added."""
     replaced_chunks: set[tuple[str, int]] = set()

@@ -10,6 +10,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.trajectories.records import StepRecord
 
 CHECK = "fingerprints"
+"""The name of this check in findings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,14 @@ class Refusal:
 
     instance: str
     version: int
-    accepted_from: int | None
+    first_accepted_row: int | None
     """Number of the first row that may have such tokens, because an instance of that name had the correct weights in
     another start of the run; None: no row may have them."""
 
     def num_tokens(self, row_number: int, spans: Iterable[tuple[str, int, int]]) -> int:
         """Count the tokens of a row that the instance sampled at that version. spans: (instance, version, number of
         tokens) of the row."""
-        if self.accepted_from is not None and row_number >= self.accepted_from:
+        if self.first_accepted_row is not None and row_number >= self.first_accepted_row:
             return 0
         return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
 
@@ -79,12 +80,12 @@ def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
                 accepted_rows.setdefault(key, num_rows)
         num_rows += record.num_rows
     return tuple(
-        Refusal(instance=instance, version=version, accepted_from=accepted_rows.get((instance, version)))
+        Refusal(instance=instance, version=version, first_accepted_row=accepted_rows.get((instance, version)))
         for instance, version in refusals
     )
 
 
-def refused_tokens(
+def refused_token_findings(
     location: str, row_number: int, spans: Sequence[tuple[str, int, int]], refusals: Iterable[Refusal]
 ) -> Iterator[Finding]:
     """Report tokens of a row that were sampled by instances out of service.

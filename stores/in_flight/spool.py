@@ -64,7 +64,7 @@ class Spool:
         self._group_size = group_size
         self._parts: dict[int, set[GroupId]] = {}
         """Groups with entries in a part, by part number, oldest first."""
-        self._stored_by: dict[GroupId, int] = {}
+        self._stored_at_step: dict[GroupId, int] = {}
         """The step whose commit stored the last of a group, for groups in these parts."""
         self._size = 0
         """Bytes of the current part; 0 before there is one."""
@@ -108,21 +108,21 @@ class Spool:
     def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
         """Record that the commit of `step` has stored the last trajectories of these groups."""
         for group in groups:
-            self._stored_by[group] = step
+            self._stored_at_step[group] = step
 
     def rotate(self, oldest_point: int | None) -> None:
         """Start a new part, and remove parts that no resume point needs. oldest_point: version of the oldest resume
         point; None if there is none and stored work is not needed again."""
         self._begin_part()
         for number in sorted(self._parts)[:-1]:
-            steps = [self._stored_by.get(group) for group in self._parts[number]]
+            steps = [self._stored_at_step.get(group) for group in self._parts[number]]
             if any(s is None or (oldest_point is not None and s >= oldest_point) for s in steps):
                 break
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)
             del self._parts[number]
         groups = self.groups
-        self._stored_by = {group: step for group, step in self._stored_by.items() if group in groups}
+        self._stored_at_step = {group: step for group, step in self._stored_at_step.items() if group in groups}
 
     @property
     def groups(self) -> set[GroupId]:
@@ -134,7 +134,7 @@ class Spool:
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 path.unlink()
-        self._parts, self._stored_by, self._size = {}, {}, 0
+        self._parts, self._stored_at_step, self._size = {}, {}, 0
 
     def _begin_part(self) -> None:
         """Begin a new part, unless the current one is empty."""

@@ -51,9 +51,9 @@ class StalenessLedger:
         eta: The staleness bound, >= 0.
         groups_per_step: Groups that one step consumes.
         group_size: Members that an advantage is computed over.
-        groups_started: Groups started per step; more than groups_per_step is redundancy, and the surplus is aborted as
-            soon as it can no longer be used.
-        members_started: Members started per group, as above.
+        oversampled_groups: Groups started per step; more than groups_per_step is redundancy, and the surplus is aborted
+            as soon as it can no longer be used.
+        oversampled_group_size: Members started per group; more than group_size is redundancy, as above.
         num_steps: Planned end; nothing is reserved beyond it.
     """
 
@@ -63,22 +63,22 @@ class StalenessLedger:
         eta: int,
         groups_per_step: int,
         group_size: int,
-        groups_started: int | None = None,
-        members_started: int | None = None,
+        oversampled_groups: int | None = None,
+        oversampled_group_size: int | None = None,
         num_steps: int = UNLIMITED,
     ) -> None:
         self.eta = eta
         self.groups_per_step = groups_per_step
         self.group_size = group_size
-        self.groups_started = groups_per_step if groups_started is None else groups_started
-        self.members_started = group_size if members_started is None else members_started
+        self.oversampled_groups = groups_per_step if oversampled_groups is None else oversampled_groups
+        self.oversampled_group_size = group_size if oversampled_group_size is None else oversampled_group_size
         self.num_steps = num_steps
-        self._reservations_per_step = self.groups_started
+        self._reservations_per_step = self.oversampled_groups
         """Groups that may hold reservations for one step."""
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
-        if self.groups_started < groups_per_step or self.members_started < group_size:
-            raise ValueError("groups_started must be >= groups_per_step, and members_started >= group_size")
+        if self.oversampled_groups < groups_per_step or self.oversampled_group_size < group_size:
+            raise ValueError("oversampled_groups must be >= groups_per_step, and oversampled_group_size >= group_size")
         self.version = PolicyVersion(0)
         self.next_step = 0
         self.entries: dict[GroupId, Entry] = {}
@@ -121,10 +121,10 @@ class StalenessLedger:
             return False
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # except for the groups that were started in excess.
-        allowance = self.groups_started - self.groups_per_step
+        allowance = self.oversampled_groups - self.groups_per_step
         for step, num_due, num_finished in self._due_counts(self.next_step):
             num_left = num_due - self._num_picked(step, num_finished)
-            if num_left > self.groups_started * (step - self.next_step) + allowance:
+            if num_left > self.oversampled_groups * (step - self.next_step) + allowance:
                 return False
         return True
 
@@ -146,7 +146,7 @@ class StalenessLedger:
         steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
         reserved: dict[int, dict[int, int]] = {step: {} for step in steps}
         occupied: dict[int, dict[int, int]] = {step: {} for step in steps}
-        num_free = dict.fromkeys(steps, self.groups_started)
+        num_free = dict.fromkeys(steps, self.oversampled_groups)
         for version in sorted(self._reserved, reverse=True):
             num_left = len(self._reserved[version])
             for step in range(self.deadline(version), self.next_step - 1, -1):
@@ -192,8 +192,8 @@ class StalenessLedger:
         """
         if group in self.entries:
             raise ProtocolViolation(f"group {group} was started twice")
-        first = group * self.members_started
-        members = tuple(TrajectoryId(first + i) for i in range(self.members_started))
+        first = group * self.oversampled_group_size
+        members = tuple(TrajectoryId(first + i) for i in range(self.oversampled_group_size))
         if unfinished is not None:
             if not set(unfinished) <= set(members) or len(set(unfinished)) < max(self.group_size, len(unfinished)):
                 raise ProtocolViolation(f"group {group} cannot be taken up with members {list(unfinished)[:10]}")
@@ -426,7 +426,7 @@ class StalenessLedger:
             lambda slack: slack[0] <= last_step, self._slack(deadline)
         ):
             if num_unreserved <= 0:
-                num_reserved = self.groups_started * (step - self.next_step + 1) - num_unreserved
+                num_reserved = self.oversampled_groups * (step - self.next_step + 1) - num_unreserved
                 return (
                     f"{num_reserved} groups have reserved the {num_reserved + num_unreserved} entries up to step {step}"
                 )

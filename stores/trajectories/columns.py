@@ -55,7 +55,7 @@ class Column:
         return f"rows/{self.name}"
 
     @property
-    def shown_dtype(self) -> str:
+    def display_dtype(self) -> str:
         """Type of the column in displayed tables, where enumerations are words."""
         return "str" if self.members else self.dtype
 
@@ -65,8 +65,8 @@ class Column:
         value = self.value(row)
         return self.members.index(value) if isinstance(value, Enum) else value
 
-    def shown_value(self, row: EndedTrajectory) -> int | float | bool | str:
-        """A trajectory's value as it is displayed, in the type `shown_dtype`."""
+    def display_value(self, row: EndedTrajectory) -> int | float | bool | str:
+        """A trajectory's value as it is displayed, in the type `display_dtype`."""
         compute = self.shown or self.value
         assert compute is not None
         value = compute(row)
@@ -140,7 +140,7 @@ def select_columns(names: Iterable[str] | None = None) -> list[Column]:
     return [column for column in COLUMNS if name_set is None or column.name in name_set]
 
 
-def shown_columns(names: Iterable[str] | None = None) -> list[Column]:
+def display_columns(names: Iterable[str] | None = None) -> list[Column]:
     """The columns with these names, all by default, that displayed tables and `--where` have."""
     return [column for column in select_columns(names) if column.value is not None]
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.columns import shown_columns
+from staleflow.stores.trajectories.columns import display_columns
 from staleflow.stores.trajectory import EndedTrajectory
 
 TOKEN_CHUNKS = 16
 """Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
 
-SCALAR_TYPES = {**{column.name: column.shown_dtype for column in shown_columns()}, "error": "str"}
+SCALAR_TYPES = {**{column.name: column.display_dtype for column in display_columns()}, "error": "str"}
 """Scalar columns and their types: those of stores/trajectories/columns.py, and the reward function's error."""
 ARRAY_TYPES = {
     "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
@@ -43,7 +43,7 @@ def plain_row(row: EndedTrajectory) -> dict[str, Any]:
     """A trajectory as plain values and numpy arrays, by the names of SCALAR_TYPES and ARRAY_TYPES."""
     t = row.trajectory
     return {
-        **{column.name: column.shown_value(row) for column in shown_columns()},
+        **{column.name: column.display_value(row) for column in display_columns()},
         "error": t.error,
         "prompt_ids": t.prompt_tokens,
         "response_ids": t.response_tokens,

@@ -38,14 +38,14 @@ class BranchRewards:
     errors: Mapping[int, str] | None
 
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
+BRANCH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
 MAX_NAME = 200
 """Most characters of a branch's name: it becomes that of a file."""
 
 
 def check_branch_name(path: Path, name: str) -> None:
     """Raise ConfigError if a branch cannot have this name."""
-    if name and not (NAME.fullmatch(name) and len(name) <= MAX_NAME):
+    if name and not (BRANCH_NAME.fullmatch(name) and len(name) <= MAX_NAME):
         raise ConfigError(
             f"a branch cannot be called {name[:60]!r}: use letters, digits and . _ + @ - and spaces, beginning with a "
             f"letter or digit, at most {MAX_NAME} in all"

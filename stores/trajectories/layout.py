@@ -21,8 +21,8 @@ from staleflow.stores.trajectories.columns import (
     FINISHES,
     REASONS,
     Rows,
+    display_columns,
     empty_rows,
-    shown_columns,
     span_seconds,
 )
 from staleflow.stores.trajectory import (
@@ -83,7 +83,7 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
         offsets.append(offset)
         offset += prompt_length + len(response)
     rows = empty_rows(len(ended_trajectories), COLUMNS)
-    for column in shown_columns():
+    for column in display_columns():
         rows[column.name] = [column.encode(row) for row in ended_trajectories]
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]

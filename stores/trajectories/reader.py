@@ -29,9 +29,9 @@ from staleflow.stores.trajectories.columns import (
     FATES,
     Column,
     Rows,
+    display_columns,
     empty_rows,
     select_columns,
-    shown_columns,
 )
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, entry_of
@@ -357,7 +357,7 @@ class StoreReader:
         arrays, and response_tokens that count sampled tokens only."""
         root = self._read_root()
         bounds = self._bounds(root, start, stop)
-        columns = shown_columns(names)
+        columns = display_columns(names)
         stored = self._columns(root, *bounds, select_columns({"given_tokens", *(column.name for column in columns)}))
         table: dict[str, npt.NDArray[Any]] = {}
         for column in columns:

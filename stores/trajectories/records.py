@@ -26,6 +26,7 @@ class RunHeader:
     groups_per_step: int
     group_size: int
     members_started: int
+    """Trajectories started per group; those beyond `group_size` are redundant."""
     held_out: int = 0
     """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id."""
     url: str = ""

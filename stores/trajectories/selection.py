@@ -20,7 +20,7 @@ import numpy.typing as npt
 from staleflow.stores.errors import ConfigError
 
 Column = npt.NDArray[Any]
-SHOWN = 200
+MAX_SHOWN_CHARACTERS = 200
 """Characters of an expression that messages repeat."""
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -56,38 +56,38 @@ class Selection:
         try:
             tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:
-            raise self._wrong("cannot be read; write it like reward > 0 and v_min == 3") from error
+            raise self._error("cannot be read; write it like reward > 0 and v_min == 3") from error
         except (RecursionError, MemoryError) as error:
-            raise self._wrong("is nested too deeply; split it into several") from error
+            raise self._error("is nested too deeply; split it into several") from error
         try:
             with np.errstate(all="ignore"):
                 result = self._value(tree, columns)
         except ArithmeticError as error:
-            raise self._wrong(f"cannot be computed: {error}") from error
+            raise self._error(f"cannot be computed: {error}") from error
         except RecursionError as error:
-            raise self._wrong("is nested too deeply; split it into several") from error
+            raise self._error("is nested too deeply; split it into several") from error
         if not isinstance(result, np.ndarray) or result.dtype != np.bool_:
-            raise self._wrong("is not a condition on trajectories, such as reward > 0")
+            raise self._error("is not a condition on trajectories, such as reward > 0")
         return result
 
     def _value(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
         match node:
             case ast.BoolOp(op=op, values=values):
-                parts = [self._claim(v, columns) for v in values]
+                parts = [self._condition(v, columns) for v in values]
                 join = np.logical_and if isinstance(op, ast.And) else np.logical_or
                 return join.reduce(parts)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return ~self._claim(operand, columns)
+                return ~self._condition(operand, columns)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand, columns)
             case ast.Compare(left=left, ops=ops, comparators=comparators):
-                return self._compared([left, *comparators], ops, columns)
+                return self._compare([left, *comparators], ops, columns)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 return _ARITHMETIC[type(op)](self._number(left, columns), self._number(right, columns))
             case ast.Name(id=name):
                 if name not in columns:
                     near = difflib.get_close_matches(name, columns, n=1)
-                    raise self._wrong(
+                    raise self._error(
                         f"there is no column {name!r}; "
                         + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(columns)}")
                     )
@@ -97,40 +97,40 @@ class Selection:
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
                 values = [self._value(e, columns) for e in elements]
                 if any(isinstance(value, (list, np.ndarray)) for value in values):
-                    raise self._wrong(f"{ast.unparse(node)!r} may hold only numbers or only texts")
+                    raise self._error(f"{ast.unparse(node)!r} may hold only numbers or only texts")
                 return values
             case _:
-                raise self._wrong(
+                raise self._error(
                     f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
                 )
 
-    def _compared(self, values: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
+    def _compare(self, values: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
         parts = [self._value(v, columns) for v in values]
-        claims = []
+        conditions = []
         for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
             is_membership = isinstance(op, (ast.In, ast.NotIn))
             if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != is_membership:
-                raise self._wrong("compares values that cannot be compared")
+                raise self._error("compares values that cannot be compared")
             kinds = [_is_text(x) for x in ([left, *right] if is_membership else [left, right])]
             if any(kinds) != all(kinds):
-                raise self._wrong("compares text with numbers; quote text, as in fate == 'consumed'")
-            claims.append(_COMPARISONS[type(op)](left, right))
-        return np.logical_and.reduce(claims) if len(claims) > 1 else claims[0]
+                raise self._error("compares text with numbers; quote text, as in fate == 'consumed'")
+            conditions.append(_COMPARISONS[type(op)](left, right))
+        return np.logical_and.reduce(conditions) if len(conditions) > 1 else conditions[0]
 
-    def _claim(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+    def _condition(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
         value = self._value(node, columns)
         if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
-            raise self._wrong(f"{ast.unparse(node)!r} is neither true nor false")
+            raise self._error(f"{ast.unparse(node)!r} is neither true nor false")
         return value
 
     def _number(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
         value = self._value(node, columns)
         if isinstance(value, list) or _is_text(value):
-            raise self._wrong(f"{ast.unparse(node)!r} is not a number")
+            raise self._error(f"{ast.unparse(node)!r} is not a number")
         return value
 
-    def _wrong(self, problem: str) -> ConfigError:
-        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
+    def _error(self, problem: str) -> ConfigError:
+        text = self.text if len(self.text) <= MAX_SHOWN_CHARACTERS else f"{self.text[:MAX_SHOWN_CHARACTERS]}..."
         return ConfigError(f"where {text!r}: {problem}")
 
 

@@ -78,8 +78,8 @@ class VersionedStore(StoreReader):
         self._ids: StoredIds | None = None
         """Loaded by the first commit, and again after a failed one."""
         self._entry = ""
-        """Entry of the last commit, loaded with `_stored`."""
-        self._has_columns = False
+        """Entry of the last commit, loaded with `_ids`."""
+        self._has_new_columns = False
         """Whether a commit has created columns that were added after the store was created."""
         self._failed = False
         """Whether the last commit failed; it may have been applied nevertheless."""
@@ -104,17 +104,17 @@ class VersionedStore(StoreReader):
     def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> Self:
         """Open a store in its current state; or read-only at the commit of training step `at_step`, or on another
         branch."""
-        return cls._opened(
+        return cls._open(
             path, branch, lambda repository: None if at_step is None else snapshot_of(repository, at_step, path)
         )
 
     @classmethod
     def pinned(cls, path: Path, branch: str = MAIN) -> Self:
         """Open a branch read-only at its current snapshot; later commits are not seen."""
-        return cls._opened(path, branch, lambda repository: str(repository.lookup_branch(branch)))
+        return cls._open(path, branch, lambda repository: str(repository.lookup_branch(branch)))
 
     @classmethod
-    def _opened(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> Self:
+    def _open(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> Self:
         if not path.exists():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
         try:
@@ -199,7 +199,7 @@ class VersionedStore(StoreReader):
         self._head = snapshot
         if self._ids is not None:
             self._ids.add(ids)
-        self._has_columns |= bool(ids)
+        self._has_new_columns |= bool(ids)
         return snapshot
 
     def _applied_snapshot(self, digest: str) -> str:
@@ -264,7 +264,7 @@ class VersionedStore(StoreReader):
                 array.resize((end,))
                 array[start:end] = values
         if len(rows):
-            if not self._has_columns:
+            if not self._has_new_columns:
                 before = num_rows(root)
                 for column in COLUMNS:
                     _ensure_column(root, column, before)
@@ -279,7 +279,7 @@ class VersionedStore(StoreReader):
             previous=self._entry,
         )
         text = json.dumps(CODEC.encode(stored), separators=(",", ":")).encode()
-        append_all(root.store, new_values | _packed_record(root, stored, text, arrays.rows["trajectory"]))
+        append_all(root.store, new_values | _pack_record(root, stored, text, arrays.rows["trajectory"]))
         return stored, entry_of(text)
 
 
@@ -295,9 +295,7 @@ def _digest(record: StepRecord, ids: Sequence[int]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _packed_record(
-    root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]
-) -> dict[str, npt.NDArray[Any]]:
+def _pack_record(root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
     """The values that a commit appends to `commits` and `records`. text: the encoded record. ids: ids of its
     trajectories."""
     numbers = {
@@ -320,21 +318,21 @@ def create_arrays(root: Any, header: Any) -> None:
     """Create the arrays of an empty store. header: the encoded header."""
     root.attrs.update({"format": FORMAT, "header": header})
     for name, dtype in TOKEN_ARRAYS.items():
-        _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
+        _create_array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
     for column in COLUMNS:
         _ensure_column(root, column, 0)
-    _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
-    _array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
-    _array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
+    _create_array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
+    _create_array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
+    _create_array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
 
 
 def _ensure_column(root: Any, column: Column, count: int) -> None:
     """Create the array of a column that was added after the store was created. count: number of rows in the store."""
     if column.array_name not in root:
-        _array(root, column.array_name, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
+        _create_array(root, column.array_name, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
 
 
-def _array(
+def _create_array(
     root: Any,
     name: str,
     shape: tuple[int, ...],

@@ -28,9 +28,9 @@ from staleflow.stores.files import remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.retention import NUM_LATEST_KEPT, kept_versions
 
-RENAME_S = 5.0
-"""Seconds to wait for the lock of another writer; after that it is ignored."""
-NAME = re.compile("v([0-9]{8}|[1-9][0-9]{8,17})")
+CLAIM_LOCK_S = 5.0
+"""Seconds to wait for the lock of the claim file; after that the lock is ignored."""
+POINT_NAME = re.compile("v([0-9]{8}|[1-9][0-9]{8,17})")
 """The name of a point, without its suffix."""
 SHARD_METADATA = ".metadata"
 """File in a folder of shards that says which shard has each tensor."""
@@ -73,7 +73,7 @@ class ResumePoints:
     def versions(self) -> list[PolicyVersion]:
         """The versions that have a resume point, oldest first."""
         paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
-        return sorted({PolicyVersion(int(path.stem[1:])) for path in paths if NAME.fullmatch(path.stem)})
+        return sorted({PolicyVersion(int(path.stem[1:])) for path in paths if POINT_NAME.fullmatch(path.stem)})
 
     def latest(self) -> list[PolicyVersion]:
         """The versions of the latest points, oldest first: those that a run may be resumed from without loss."""
@@ -117,7 +117,10 @@ class ResumePoints:
         # torch.save raises RuntimeError on a full disk.
         replacement = replacing_folder if sharded else replacing
         with contextlib.ExitStack() as until_renamed:
-            with replacement(path, REMEDY, failures=(RuntimeError,)) as tmp_path, _short_writes_named(tmp_path.parent):
+            with (
+                replacement(path, REMEDY, failures=(RuntimeError,)) as tmp_path,
+                _explain_short_writes(tmp_path.parent),
+            ):
                 yield tmp_path
                 until_renamed.enter_context(self._checked_claim(path))
             # A file and a folder of one version must not exist together: they are of different numbers of processes.
@@ -140,9 +143,9 @@ class ResumePoints:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Context manager with the locked claim file. It is not locked if the file system has no locks, or if another
-        process keeps it locked for longer than RENAME_S, for example a stopped one. Raises OSError."""
+        process keeps it locked for longer than CLAIM_LOCK_S, for example a stopped one. Raises OSError."""
         fd = os.open(self._claim_file, os.O_RDWR | os.O_CREAT, 0o666)
-        deadline = time.monotonic() + RENAME_S
+        deadline = time.monotonic() + CLAIM_LOCK_S
         try:
             while True:
                 try:
@@ -164,7 +167,7 @@ class ResumePoints:
 
 
 @contextlib.contextmanager
-def _short_writes_named(folder: Path) -> Iterator[None]:
+def _explain_short_writes(folder: Path) -> Iterator[None]:
     """Raise torch's short-write error as a disk-full error: torch names only a position in the file."""
     try:
         yield

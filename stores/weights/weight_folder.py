@@ -73,10 +73,10 @@ def check_shapes(expected_shapes: Shapes, loaded_shapes: Shapes, path: Path) -> 
             raise StoreError(f"{path}: {name} has shape {loaded_shapes[name]}, the model's has {shape}")
 
 
-SHARD = "2GB"
+MAX_SHARD_SIZE = "2GB"
 """Size of a checkpoint's files, at most: no more of a model is copied at once."""
 
-OWNER = ".owner"
+OWNER_FILE = ".owner"
 """A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
 FOLDER_PREFIX = "staleflow-"
 """Prefix of the folders in shared memory, by which those that a killed run left behind are found and removed."""
@@ -85,11 +85,11 @@ FOLDER_PREFIX = "staleflow-"
 def remove_unused_folders(parent: Path) -> list[Path]:
     """Remove the folders below `parent` that no process uses any more, and return them. Safe while other runs start."""
     removed = []
-    for lock_fd in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
-        with contextlib.suppress(OSError), lock_fd.open("rb") as file:
+    for path in parent.glob(f"{FOLDER_PREFIX}*/{OWNER_FILE}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_fd.parent, ignore_errors=True)
-            removed.append(lock_fd.parent)
+            shutil.rmtree(path.parent, ignore_errors=True)
+            removed.append(path.parent)
     return removed
 
 
@@ -98,12 +98,12 @@ def _create_and_lock(folder: Path) -> int | None:
     folder before it was locked. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock_fd = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+        lock_fd = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        if os.path.samestat(os.fstat(lock_fd), (folder / OWNER).stat()):
+        if os.path.samestat(os.fstat(lock_fd), (folder / OWNER_FILE).stat()):
             return lock_fd
     except FileNotFoundError:
         pass
@@ -238,7 +238,7 @@ def save_checkpoint(
     tokenizer: Any,
     folder: Path,
     weights: Mapping[str, torch.Tensor],
-    also: Callable[[Path], None] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Save a model and tokenizer for `from_pretrained`, atomically.
 
@@ -248,8 +248,8 @@ def save_checkpoint(
         model: The model, which may itself hold only shards.
         tokenizer: Its tokenizer.
         folder: The checkpoint's folder.
-        weights: The full weights of the model, written file by file, SHARD of each.
-        also: Writes further files into the folder.
+        weights: The full weights of the model, written in files of at most MAX_SHARD_SIZE.
+        write_more: Writes further files into the folder.
 
     Raises:
         StoreError: The checkpoint cannot be written.
@@ -258,12 +258,12 @@ def save_checkpoint(
     kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
 
     def write(tmp_path: Path) -> None:
-        model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=SHARD)
+        model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=MAX_SHARD_SIZE)
         config = copy.deepcopy(model.config)
         config.dtype = kind  # not that of the weights that are trained
         config.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
-        if also is not None:
-            also(tmp_path)
+        if write_more is not None:
+            write_more(tmp_path)
 
     replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

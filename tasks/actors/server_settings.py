@@ -18,7 +18,7 @@ class ServerSettings:
     prompts: PromptSettings
     reward: str
     group_size: int
-    members_started: int
+    oversampled_group_size: int
     advantage: Advantage
     overlong: Overlong
     max_error_share: float

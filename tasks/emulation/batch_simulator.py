@@ -57,18 +57,20 @@ class DraftSettings:
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """A request on an instance. tokens: number of response tokens at step `updated_step`, with tool output and the
-    tokens of earlier instances. turn: index of the current turn."""
+    """A request on an instance. Its numbers of tokens are those at step `updated_step`."""
 
     trajectory: int
     route_number: int
     kv_tokens: int
+    """Prompt and response tokens."""
     tokens: int
+    """Response tokens, with tool output and the tokens of earlier instances."""
     turns: Sequence[Turn]
-    turn: int
-    remaining: int
-    """Tokens left to sample in the current turn at `updated_step`."""
+    turn_index: int
+    remaining_tokens: int
+    """Tokens left to sample in the current turn."""
     prefill_tokens: int
+    """Tokens to prefill when it is admitted, if none of them are cached."""
     schedule_number: int = 0
     """Number of the request's last scheduled event. Events with smaller numbers are not valid any longer."""
     updated_step: int = 0
@@ -79,8 +81,8 @@ class SimulatedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A finished request. tokens: number of response tokens. at_s: time of its end."""
+class FinishedRequest:
+    """A request that has ended. tokens: number of response tokens. at_s: time of its end."""
 
     trajectory: int
     route_number: int
@@ -97,21 +99,22 @@ class WorkTotals:
     decode_s: float = 0.0
     prefill_s: float = 0.0
     pull_s: float = 0.0
-    tokens: int = 0
-    prefilled: int = 0
+    sampled_tokens: int = 0
+    new_prefill_tokens: int = 0
     """Tokens prefilled for the first time: prompts and tool output."""
-    reprefilled: int = 0
+    repeated_prefill_tokens: int = 0
     """Tokens prefilled again: after an interrupt, a migration, a pull or a preemption."""
     preemptions: int = 0
-    cached: int = 0
+    cached_tokens: int = 0
     """Context tokens of later turns that were cached, and so not prefilled."""
-    computed: int = 0
+    all_prefill_tokens: int = 0
     """All tokens prefilled until now."""
-    drafts: float = 0.0
-    """Number of verification steps, summed over requests."""
-    drafted: float = 0.0
-    """Mean number of verified draft tokens; `accepted`: of those that were also sampled."""
-    accepted: float = 0.0
+    num_drafts: float = 0.0
+    """Number of drafts that were verified: decode steps with speculation, summed over requests."""
+    drafted_tokens: float = 0.0
+    """Mean number of draft tokens that were verified."""
+    accepted_tokens: float = 0.0
+    """Mean number of draft tokens that were sampled, too."""
 
 
 class SimulatedBatch:
@@ -130,18 +133,18 @@ class SimulatedBatch:
         self.clock = 0.0
         self.work = WorkTotals()
         self._steps = 0
-        self._kv = 0  # KV tokens of decoding requests
-        self._kv_in_tool = 0  # KV tokens of requests that wait for a tool
+        self._decoding_kv_tokens = 0  # KV tokens of decoding requests
+        self._tool_kv_tokens = 0  # KV tokens of requests that wait for a tool
         self._running: dict[int, SimulatedRequest] = {}
         self._waiting: deque[SimulatedRequest] = deque()
         self._in_tool: dict[int, SimulatedRequest] = {}
         # Cached KV tokens for later turns, by trajectory, least recently used first.
         self._cached_for_turns: OrderedDict[int, int] = OrderedDict()
-        self._kv_cached = 0
+        self._cached_kv_tokens = 0
         self._turn_ends: list[tuple[int, int, SimulatedRequest]] = []  # (step, schedule_number, request)
         self._tool_results: list[tuple[float, int, SimulatedRequest]] = []  # (seconds, schedule_number, request)
         self._num_scheduled = 0
-        self._outputs: list[Finished] = []
+        self._outputs: list[FinishedRequest] = []
 
     # -- queries -------------------------------------------------------------------------------------------------
 
@@ -165,12 +168,12 @@ class SimulatedBatch:
     @property
     def kv_tokens(self) -> int:
         """KV tokens of running requests at `clock`."""
-        return self._kv + self._kv_in_tool
+        return self._decoding_kv_tokens + self._tool_kv_tokens
 
     @property
     def kept_tokens(self) -> int:
         """KV tokens cached for later turns at `clock`. They are evicted when running requests need the memory."""
-        return self._kv_cached
+        return self._cached_kv_tokens
 
     def next_s(self) -> float:
         """Time of the next change of the batch, or of the earliest end that `advance` has not returned; inf: none."""
@@ -178,7 +181,11 @@ class SimulatedBatch:
 
     def _next_change_s(self) -> float:
         steps = self._steps_to_turn_end()
-        change_s = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._running), self._kv, steps)
+        change_s = (
+            math.inf
+            if steps is None
+            else self.clock + self._cost.decode_s(len(self._running), self._decoding_kv_tokens, steps)
+        )
         while self._tool_results and not _still_valid(self._in_tool, self._tool_results[0]):
             heapq.heappop(self._tool_results)
         return min(change_s, max(self.clock, self._tool_results[0][0])) if self._tool_results else change_s
@@ -186,9 +193,11 @@ class SimulatedBatch:
     def progress(self, now: float) -> tuple[tuple[int, int], ...]:
         """Return (trajectory, response tokens) of all requests at `now`."""
         running = len(self._running)
-        num_steps = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
+        num_steps = int(self._cost.steps_within(running, self._decoding_kv_tokens, now - self.clock)) if running else 0
         steps = self._steps + num_steps
-        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.updated_step)) for d in self._running.values()]
+        rows = [
+            (d.trajectory, d.tokens + min(d.remaining_tokens, steps - d.updated_step)) for d in self._running.values()
+        ]
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
@@ -197,19 +206,19 @@ class SimulatedBatch:
         work, steps = replace(self.work), self._steps_to_turn_end()
         if steps is not None and now > self.clock:
             running = len(self._running)
-            steps = min(steps, int(self._cost.steps_within(running, self._kv, now - self.clock)))
-            self._add_work(work, steps, self._cost.decode_s(running, self._kv, steps))
+            steps = min(steps, int(self._cost.steps_within(running, self._decoding_kv_tokens, now - self.clock)))
+            self._add_work(work, steps, self._cost.decode_s(running, self._decoding_kv_tokens, steps))
         return work
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> list[Finished]:
+    def advance(self, now: float) -> list[FinishedRequest]:
         """Decode up to `now`. Returns the requests that ended, in order."""
         while (change_s := self._next_change_s()) <= now:
             steps = self._steps_to_turn_end()
             stop_s = math.inf
             if steps is not None:
-                stop_s = self.clock + self._cost.decode_s(len(self._running), self._kv, steps)
+                stop_s = self.clock + self._cost.decode_s(len(self._running), self._decoding_kv_tokens, steps)
             if steps is not None and stop_s <= change_s:
                 self._step(steps)
             else:
@@ -256,15 +265,15 @@ class SimulatedBatch:
             kv_tokens=context,
             tokens=tokens + max(0, -done),
             turns=turns,
-            turn=turn,
-            remaining=max(1, remaining - max(0, done)),
+            turn_index=turn,
+            remaining_tokens=max(1, remaining - max(0, done)),
             prefill_tokens=context,
         )
         self._advance_to_boundary(now)
         if not tokens:
             self._pop_cached(trajectory)  # the episode restarts
-        self.work.reprefilled += prompt_tokens + tokens - num_env_tokens if tokens else 0
-        self.work.prefilled += num_env_tokens + max(0, -done) if tokens else prompt_tokens
+        self.work.repeated_prefill_tokens += prompt_tokens + tokens - num_env_tokens if tokens else 0
+        self.work.new_prefill_tokens += num_env_tokens + max(0, -done) if tokens else prompt_tokens
         self._waiting.append(request)
         self._process_boundary()
 
@@ -283,7 +292,7 @@ class SimulatedBatch:
             return decoding
         request = self._in_tool.pop(trajectory, None)
         if request is not None:
-            self._kv_in_tool -= request.kv_tokens
+            self._tool_kv_tokens -= request.kv_tokens
             return request
         for waiting in self._waiting:
             if waiting.trajectory == trajectory:
@@ -297,14 +306,14 @@ class SimulatedBatch:
         self._advance_to_boundary(now)
         self._process_boundary()
         self._cached_for_turns.clear()
-        self._kv_cached = 0
+        self._cached_kv_tokens = 0
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds
         if keep_cache:
             return loaded_s
-        self._prefill(self._kv + self._kv_in_tool)
-        self.work.reprefilled += self._kv + self._kv_in_tool
+        self._prefill(self._decoding_kv_tokens + self._tool_kv_tokens)
+        self.work.repeated_prefill_tokens += self._decoding_kv_tokens + self._tool_kv_tokens
         return loaded_s
 
     # -- internal ------------------------------------------------------------------------------------------------
@@ -316,7 +325,7 @@ class SimulatedBatch:
         while not _still_valid(self._running, self._turn_ends[0]):
             heapq.heappop(self._turn_ends)
         steps = self._turn_ends[0][0] - self._steps
-        free_tokens = self._kv_capacity - self._kv - self._kv_in_tool
+        free_tokens = self._kv_capacity - self._decoding_kv_tokens - self._tool_kv_tokens
         if len(self._running) > 1:
             steps = min(steps, max(0, free_tokens // len(self._running)))
         return steps
@@ -328,17 +337,17 @@ class SimulatedBatch:
         if not self._running:
             self.clock = now
             return
-        num_steps = self._cost.steps_within(len(self._running), self._kv, now - self.clock)
+        num_steps = self._cost.steps_within(len(self._running), self._decoding_kv_tokens, now - self.clock)
         steps = self._steps_to_turn_end()
         assert steps is not None
         self._step(min(steps, math.ceil(num_steps - 1e-9)))
 
     def _step(self, steps: int) -> None:
         running = len(self._running)
-        seconds = self._cost.decode_s(running, self._kv, steps)
+        seconds = self._cost.decode_s(running, self._decoding_kv_tokens, steps)
         self.clock += seconds
         self._steps += steps
-        self._kv += steps * running
+        self._decoding_kv_tokens += steps * running
         self._evict_cached()
         self._add_work(self.work, steps, seconds)
         if self._is_drafting:
@@ -349,12 +358,12 @@ class SimulatedBatch:
         """Add `steps` steps of the current batch, which take `seconds`, to the totals."""
         running = len(self._running)
         work.decode_s += seconds
-        work.tokens += steps * running
+        work.sampled_tokens += steps * running
         if self._is_drafting:
             verify_steps = steps / tokens_per_step(self._draft_settings.length, self._draft_settings.acceptance)
-            work.drafts += running * verify_steps
-            work.drafted += running * verify_steps * self._draft_settings.length
-            work.accepted += running * (steps - verify_steps)
+            work.num_drafts += running * verify_steps
+            work.drafted_tokens += running * verify_steps * self._draft_settings.length
+            work.accepted_tokens += running * (steps - verify_steps)
 
     def _process_boundary(self) -> None:
         """Process a step boundary: end turns, preempt on overflow, append tool output, admit waiting requests."""
@@ -363,69 +372,74 @@ class SimulatedBatch:
             if _still_valid(self._running, stop):
                 self._remove_from_batch(stop[2])
                 self._end_turn(stop[2])
-        while len(self._running) > 1 and self._kv + self._kv_in_tool + len(self._running) > self._kv_capacity:
+        while (
+            len(self._running) > 1
+            and self._decoding_kv_tokens + self._tool_kv_tokens + len(self._running) > self._kv_capacity
+        ):
             newest = self._running[next(reversed(self._running))]
             self._remove_from_batch(newest)
             newest.prefill_tokens = newest.kv_tokens
             self._waiting.appendleft(newest)
             self.work.preemptions += 1
-            self.work.reprefilled += newest.kv_tokens
+            self.work.repeated_prefill_tokens += newest.kv_tokens
         while self._tool_results and self._tool_results[0][0] <= self.clock:
             event = heapq.heappop(self._tool_results)
             if _still_valid(self._in_tool, event):
                 request = event[2]
                 del self._in_tool[request.trajectory]
-                self._kv_in_tool -= request.kv_tokens
-                env_tokens = request.turns[request.turn - 1].tool_tokens
+                self._tool_kv_tokens -= request.kv_tokens
+                env_tokens = request.turns[request.turn_index - 1].tool_tokens
                 request.kv_tokens += env_tokens
                 request.tokens += env_tokens
                 request.prefill_tokens = env_tokens
-                self.work.prefilled += env_tokens
+                self.work.new_prefill_tokens += env_tokens
                 self._waiting.appendleft(request)
         while self._waiting and len(self._running) < self._max_running:
-            needed_tokens = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._running) + 1
+            needed_tokens = (
+                self._decoding_kv_tokens + self._tool_kv_tokens + self._waiting[0].kv_tokens + len(self._running) + 1
+            )
             if needed_tokens > self._kv_capacity and self._running:
                 break
             self._admit(self._waiting.popleft())
 
     def _admit(self, request: SimulatedRequest) -> None:
         cached_tokens = min(self._pop_cached(request.trajectory), request.prefill_tokens)
-        self.work.cached += cached_tokens
-        self.work.reprefilled -= cached_tokens
+        self.work.cached_tokens += cached_tokens
+        self.work.repeated_prefill_tokens -= cached_tokens
         self._prefill(request.prefill_tokens - cached_tokens)
         request.updated_step = self._steps
         request.drafts_at_update = self._drafts
-        self._kv += request.kv_tokens
+        self._decoding_kv_tokens += request.kv_tokens
         self._evict_cached()
         self._running[request.trajectory] = request
         self._num_scheduled += 1
         request.schedule_number = self._num_scheduled
-        heapq.heappush(self._turn_ends, (self._steps + request.remaining, self._num_scheduled, request))
+        heapq.heappush(self._turn_ends, (self._steps + request.remaining_tokens, self._num_scheduled, request))
 
     def _prefill(self, tokens: int) -> None:
         seconds = self._cost.prefill * tokens
         self.clock += seconds
         self.work.prefill_s += seconds
-        self.work.computed += tokens
+        self.work.all_prefill_tokens += tokens
 
     def _remove_from_batch(self, request: SimulatedRequest) -> None:
         """Update a request's counts and remove it from the batch."""
         new_tokens = self._steps - request.updated_step
         request.tokens += new_tokens
-        request.remaining -= new_tokens
+        request.remaining_tokens -= new_tokens
         request.kv_tokens += new_tokens
         request.updated_step = self._steps
         request.drafts += self._drafts - request.drafts_at_update
         request.drafts_at_update = self._drafts
-        self._kv -= request.kv_tokens
+        self._decoding_kv_tokens -= request.kv_tokens
         del self._running[request.trajectory]
 
     def _end_turn(self, request: SimulatedRequest) -> None:
-        finished_turn = request.turns[request.turn]
-        request.turn += 1
-        if request.turn == len(request.turns):
+        finished_turn = request.turns[request.turn_index]
+        request.turn_index += 1
+        if request.turn_index == len(request.turns):
             self._outputs.append(
-                Finished(
+                FinishedRequest(
                     trajectory=request.trajectory,
                     route_number=request.route_number,
                     tokens=request.tokens,
@@ -434,24 +448,27 @@ class SimulatedBatch:
                 )
             )
             self._cached_for_turns[request.trajectory] = request.kv_tokens
-            self._kv_cached += request.kv_tokens
+            self._cached_kv_tokens += request.kv_tokens
             return
-        request.remaining = request.turns[request.turn].tokens
+        request.remaining_tokens = request.turns[request.turn_index].tokens
         self._in_tool[request.trajectory] = request
-        self._kv_in_tool += request.kv_tokens
+        self._tool_kv_tokens += request.kv_tokens
         self._num_scheduled += 1
         request.schedule_number = self._num_scheduled
         heapq.heappush(self._tool_results, (self.clock + finished_turn.tool_s, self._num_scheduled, request))
 
     def _evict_cached(self) -> None:
         """Evict cached contexts of later turns until running requests have enough memory."""
-        while self._cached_for_turns and self._kv + self._kv_in_tool + self._kv_cached > self._kv_capacity:
+        while (
+            self._cached_for_turns
+            and self._decoding_kv_tokens + self._tool_kv_tokens + self._cached_kv_tokens > self._kv_capacity
+        ):
             self._pop_cached(next(iter(self._cached_for_turns)))
 
     def _pop_cached(self, trajectory: int) -> int:
         """Remove a trajectory's cached context. Returns its number of tokens, 0 if there is none."""
         tokens = self._cached_for_turns.pop(trajectory, 0)
-        self._kv_cached -= tokens
+        self._cached_kv_tokens -= tokens
         return tokens
 
 

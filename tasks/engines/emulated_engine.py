@@ -30,7 +30,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_comparison import compare_by_name
-from staleflow.tasks.emulation.batch_simulator import DraftedTokens, Finished, SimulatedBatch
+from staleflow.tasks.emulation.batch_simulator import DraftedTokens, FinishedRequest, SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines import adapters
@@ -240,14 +240,14 @@ class EmulatedEngine:
                 kv_tokens=sum(len(self._running[t].request.tokens) for t, _ in progress)
                 + sum(n - self._running[t].request.num_prior for t, n in progress),
                 busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
-                tokens_sampled=work.tokens,
+                tokens_sampled=work.sampled_tokens,
                 progress=progress,
                 kept_tokens=self._batch.kept_tokens,
-                prefilled_tokens=work.computed,
-                cached_tokens=work.cached,
-                drafts=round(work.drafts),
-                drafted_tokens=round(work.drafted),
-                accepted_tokens=round(work.accepted),
+                prefilled_tokens=work.all_prefill_tokens,
+                cached_tokens=work.cached_tokens,
+                drafts=round(work.num_drafts),
+                drafted_tokens=round(work.drafted_tokens),
+                accepted_tokens=round(work.accepted_tokens),
             )
 
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
@@ -326,7 +326,7 @@ class EmulatedEngine:
         """Collect the requests that ended at a command's step boundary."""
         self._finish(self._batch.advance(self._batch.clock))
 
-    def _finish(self, finished_requests: Sequence[Finished]) -> None:
+    def _finish(self, finished_requests: Sequence[FinishedRequest]) -> None:
         for request in finished_requests:
             running = self._running.pop(TrajectoryId(request.trajectory))
             reason = FinishReason.STOP if running.ends_with_eos else FinishReason.LENGTH

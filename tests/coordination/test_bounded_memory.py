@@ -167,7 +167,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
             await asyncio.sleep(0)
         assert largest(server, (MemoryStore,)) == {}
         assert server._draft_corpus._num_tokens <= remembered, "of stored responses, for drafts"
-        assert not server._in_flight.live and not server._spool._stored_by
+        assert not server._in_flight.live and not server._spool._stored_at_step
         parts = list((tmp_path / "spool").iterdir())
         assert len(parts) == 1, "stored groups are in no part of the spool"
         await server.close()

@@ -361,7 +361,7 @@ def test_a_trajectory_that_fails_repeatedly_ends_its_group() -> None:
 
 
 def test_a_surplus_member_may_fail_alone() -> None:
-    bench = Bench(eta=0, size=1, members_started=2, max_attempts=0)
+    bench = Bench(eta=0, size=1, oversampled_group_size=2, max_attempts=0)
     bench.join()
     bench.arrive(0)
     commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="x"))
@@ -392,7 +392,7 @@ def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
 
 
 def test_surplus_members_are_aborted_on_their_instance() -> None:
-    bench = Bench(eta=0, size=1, members_started=2)
+    bench = Bench(eta=0, size=1, oversampled_group_size=2)
     bench.join()
     bench.arrive(0)
     commands = bench.finish(1)

@@ -25,8 +25,8 @@ def test_accepted_drafts_reduce_the_number_of_steps() -> None:
     assert first.drafts == DraftedTokens()
     assert [item.at_s for item in others] == pytest.approx([first.at_s + 50 / 5 * cost.step_s(10, 0)] * 2)
     assert [item.drafts.counts() for item in others] == [{"drafted_tokens": 40, "accepted_tokens": 40}] * 2
-    assert (instance.work.drafted, instance.work.accepted) == pytest.approx((80, 80))
-    assert instance.work.tokens == 250
+    assert (instance.work.drafted_tokens, instance.work.accepted_tokens) == pytest.approx((80, 80))
+    assert instance.work.sampled_tokens == 250
 
 
 def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
@@ -69,7 +69,7 @@ def test_acceptance_rate_has_no_effect_without_drafts() -> None:
     assert plain.steps == drafting.steps
     faster = run(job(rollout__engine__speculation__num_speculative_tokens=4, workload__acceptance_rate=0.9))
     assert faster.finished_s < plain.finished_s
-    assert sum(i.work.accepted for i in faster.instances) > 0
+    assert sum(i.work.accepted_tokens for i in faster.instances) > 0
 
 
 def test_work_in_progress_is_counted_up_to_now() -> None:
@@ -79,12 +79,12 @@ def test_work_in_progress_is_counted_up_to_now() -> None:
         for i in range(4):
             instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))
     seen = [watched.work_by(now / 100) for now in range(0, 100)]
-    assert [item.tokens for item in seen] == sorted(item.tokens for item in seen)
+    assert [item.sampled_tokens for item in seen] == sorted(item.sampled_tokens for item in seen)
     assert watched.work == other.work  # asking changes nothing
     middle = seen[20]
-    assert middle.tokens == sum(n for _, n in watched.progress(0.2)) > 0
+    assert middle.sampled_tokens == sum(n for _, n in watched.progress(0.2)) > 0
     assert middle.decode_s <= 0.2
-    assert middle.drafted == pytest.approx(3 * middle.drafts)
-    assert middle.accepted == pytest.approx(middle.tokens - middle.drafts)
+    assert middle.drafted_tokens == pytest.approx(3 * middle.num_drafts)
+    assert middle.accepted_tokens == pytest.approx(middle.sampled_tokens - middle.num_drafts)
     watched.advance(1e9)
     assert watched.work_by(1e9) == watched.work

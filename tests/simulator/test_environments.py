@@ -188,7 +188,12 @@ def test_a_later_turn_prefills_only_new_tokens_while_cached() -> None:
     (second,) = instance.advance(1e3)
     assert second.at_s - first.at_s == pytest.approx(COST.prefill * 5 + COST.decode_s(1, 35, 15))
     work = instance.work
-    assert (work.prefilled, work.cached, work.reprefilled, instance.kept_tokens) == (15, 30, 0, 50)
+    assert (work.new_prefill_tokens, work.cached_tokens, work.repeated_prefill_tokens, instance.kept_tokens) == (
+        15,
+        30,
+        0,
+        50,
+    )
     # Running requests need the memory: the least recently used goes first.
     instance.submit(second.at_s, 1, 1, 10, 0, (Turn(10),))
     (third,) = instance.advance(1e3)
@@ -198,12 +203,12 @@ def test_a_later_turn_prefills_only_new_tokens_while_cached() -> None:
     assert instance.kept_tokens == 20 + 45
     instance.submit(fourth.at_s, 1, 2, 10, 12, (Turn(14),), num_env_tokens=2)
     instance.advance(1e3)
-    assert (work.cached, work.reprefilled) == (50, 0)
+    assert (work.cached_tokens, work.repeated_prefill_tokens) == (50, 0)
     instance.load(1e3, 1.0)
     assert instance.kept_tokens == 0
     instance.submit(1e4, 0, 3, 10, 45, (Turn(50),), num_env_tokens=5)
     instance.advance(1e5)
-    assert (work.cached, work.reprefilled) == (50, 50)
+    assert (work.cached_tokens, work.repeated_prefill_tokens) == (50, 50)
 
 
 def test_cache_affinity_reduces_prefill() -> None:
@@ -215,7 +220,7 @@ def test_cache_affinity_reduces_prefill() -> None:
         config = agents(**long, rollout__cache_affinity=affinity)
         m = compute_stats(config, run(config))
         measured[affinity] = m
-        prefilled = sum(i.work.prefilled for i in run(config).instances)
+        prefilled = sum(i.work.new_prefill_tokens for i in run(config).instances)
         assert m.cached_tokens + m.reprefilled_tokens > 2 * prefilled
     shares = {a: m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens) for a, m in measured.items()}
     assert shares[True] > 0.8

@@ -103,7 +103,7 @@ def test_closed_form_decoding_equals_decoding_step_by_step(lengths: list[int], m
     ended = {f.trajectory: f.at_s for f in instance.advance(1e9)}
     # Admission at time 0 happens one by one, so the first has not begun when the last arrives: same order, same sum.
     assert ended == pytest.approx(step_by_step(COST, lengths, 10, max_running))
-    assert instance.work.tokens == sum(lengths)
+    assert instance.work.sampled_tokens == sum(lengths)
     assert (instance.kv_tokens, instance.num_requests) == (0, 0)
 
 
@@ -119,8 +119,8 @@ def test_an_interrupted_response_continues_elsewhere_with_one_more_prefill() -> 
     second.submit(0.0, 7, 2, 10, tokens, (Turn(100),))
     (ended,) = second.advance(1e9)
     assert (ended.tokens, ended.route_number) == (100, 2)
-    assert first.work.tokens + second.work.tokens == 100
-    assert second.work.reprefilled == 10 + tokens
+    assert first.work.sampled_tokens + second.work.sampled_tokens == 100
+    assert second.work.repeated_prefill_tokens == 10 + tokens
 
 
 def test_a_full_cache_preempts_the_newest_request_and_loses_none() -> None:
@@ -131,7 +131,7 @@ def test_a_full_cache_preempts_the_newest_request_and_loses_none() -> None:
     assert {f.trajectory: f.tokens for f in ended} == dict.fromkeys(range(5), 40)
     assert ended[0].trajectory == 0
     assert instance.work.preemptions > 0
-    assert instance.work.reprefilled > 0
+    assert instance.work.repeated_prefill_tokens > 0
 
 
 def test_tool_calls_take_time_and_their_tokens_are_prefilled() -> None:
@@ -155,8 +155,8 @@ def test_weight_updates_prefill_running_requests_again_or_keep_their_cache() -> 
         tokens = sum(n for _, n in instance.progress(0.1))
         loaded_s = instance.load(0.1, 1.0, keep_cache=keep)
         assert loaded_s >= 1.1
-        assert instance.work.reprefilled <= again * (10 + tokens)
-        assert (instance.work.reprefilled > 0) is not keep
+        assert instance.work.repeated_prefill_tokens <= again * (10 + tokens)
+        assert (instance.work.repeated_prefill_tokens > 0) is not keep
         assert [f.tokens for f in instance.advance(1e9)] == [50, 50]
 
 
@@ -219,7 +219,7 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
         )
         trace = run(config)
         assert trace.losses > 3
-        sampled = sum(instance.work.tokens for instance in trace.instances)
+        sampled = sum(instance.work.sampled_tokens for instance in trace.instances)
         lost[spool_s] = sampled / sum(step.tokens for step in trace.steps)
     assert lost[0.5] < lost[0.0]
 
@@ -266,7 +266,11 @@ def test_an_adapter_pull_interrupts_nothing_and_keeps_the_cache() -> None:
         trace = run(config)
         assert trace.commands["Pull"] >= 8
         results[on_pull] = [instance.work for instance in trace.instances]
-    assert sum(work.reprefilled for work in results["adapter"]) == 0 < sum(work.reprefilled for work in results["keep"])
+    assert (
+        sum(work.repeated_prefill_tokens for work in results["adapter"])
+        == 0
+        < sum(work.repeated_prefill_tokens for work in results["keep"])
+    )
     assert all(work.pull_s == 0 for work in results["adapter"])
 
 

@@ -300,7 +300,9 @@ def test_id_ranges_match_a_python_set(batches: list[list[int]], a: int, b: int) 
         assert set(ids.add(np.asarray(batch, np.int64)).tolist()) == twice
         model |= set(batch)
         assert ids.count == len(model)
-    assert ids.absent(np.asarray([min(a, b)]), np.asarray([max(a, b)])) == len(set(range(min(a, b), max(a, b))) - model)
+    assert ids.count_absent(np.asarray([min(a, b)]), np.asarray([max(a, b)])) == len(
+        set(range(min(a, b), max(a, b))) - model
+    )
     assert ids.next_absent(a) == next(i for i in range(a, 99) if i not in model)
     present = [i for i in model if i >= a]
     assert ids.next_present(a) == (min(present) if present else np.iinfo(np.int64).max)
@@ -393,7 +395,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
             places.setdefault(step, []).append(number)
             steps.setdefault(step, Counter())[group] += 1
             groups.setdefault(group, set()).add(step)
-    assert consumed.steps() == {step: (min(numbers), max(numbers) + 1) for step, numbers in places.items()}
+    assert consumed.step_ranges() == {step: (min(numbers), max(numbers) + 1) for step, numbers in places.items()}
     lags = [step - i % 2 for block in blocks for i, (_, _, fate, step) in enumerate(block) if fate is Fate.CONSUMED]
     assert (consumed.num_rows, consumed.max_staleness) == (len(rows_of_all), max([-1, *lags]))
     expected = [
@@ -461,7 +463,7 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
             own = [(at, check) for at, check in held if (check.instance, check.version) == (instance, version)]
             accepted = any(at <= number for at, check in own if not check.refused)
             expected[instance, version] += size * (any(check.refused for _, check in own) and not accepted)
-        messages = [f.message for f in weight_counts.refused_tokens("row", number, spans, refused)]
+        messages = [f.message for f in weight_counts.refused_token_findings("row", number, spans, refused)]
         assert sorted(messages) == sorted(
             f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
             for (instance, version), count in expected.items()

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
-from staleflow.stores.trajectories.columns import shown_columns
+from staleflow.stores.trajectories.columns import display_columns
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.test_stores import valid_store
 
@@ -69,8 +69,8 @@ def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
     frame = dataframes.to_pandas(store.ended())
     columns = store.columns()
-    assert list(columns) == [column.name for column in shown_columns()]
-    for column in shown_columns():
+    assert list(columns) == [column.name for column in display_columns()]
+    for column in display_columns():
         assert frame[column.name].tolist() == columns[column.name].tolist(), column.name
         if not column.members:
             assert frame[column.name].dtype == columns[column.name].dtype == column.dtype

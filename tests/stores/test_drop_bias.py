@@ -61,8 +61,8 @@ def test_more_turns_and_slower_environments_of_dropped_responses_are_reported() 
     table._columns["turns"] = rng.integers(2, 5, len(own)) * np.where(own, 3, 1)
     table._columns["tool_s"] = rng.gamma(20.0, 1.0, len(own)) * np.where(own, 2.0, 1.0)
     (both, _) = bias_report(table).others
-    assert both.turns_ratio is not None and both.turns_ratio.factor == pytest.approx(3, rel=0.1)
-    assert both.tool_ratio is not None and both.tool_ratio.factor == pytest.approx(2, rel=0.1)
+    assert both.turns_ratio is not None and both.turns_ratio.effect == pytest.approx(3, rel=0.1)
+    assert both.tool_ratio is not None and both.tool_ratio.effect == pytest.approx(2, rel=0.1)
     assert both.tool_s == pytest.approx(40, rel=0.1)
     (line, *_) = bias_report(table).lines
     assert "were of 3 times as many turns (p < .001), 2 times as long with their environments (p < .001)" in line
@@ -76,8 +76,8 @@ def test_a_planted_difference_is_reported_with_its_size(monkeypatch: pytest.Monk
     assert (both.name, own.name) == ("dropped", "aborted:too_stale")
     assert (own.trajectories, own.groups, report.consumed.groups, report.groups) == (480, 60, 200, 260)
     assert report.never_trained == 60
-    assert own.length_ratio is not None and own.length_ratio.factor == pytest.approx(1.8, rel=0.15)
-    assert own.reward_difference is not None and own.reward_difference.factor == pytest.approx(-0.3, abs=0.05)
+    assert own.length_ratio is not None and own.length_ratio.effect == pytest.approx(1.8, rel=0.15)
+    assert own.reward_difference is not None and own.reward_difference.effect == pytest.approx(-0.3, abs=0.05)
     assert own.prompt_ratio is None
     line = report.lines[0]
     assert line.startswith("not trained on: dropped responses (480 of 2,080) were ")
@@ -154,14 +154,14 @@ def test_groups_of_unequal_variance_are_compared_by_welchs_test(monkeypatch: pyt
     for pair in ((first, second), (second, first)):
         result = difference(*pair)
         assert result is not None
-        assert result.factor == pytest.approx(float(pair[0].mean() - pair[1].mean()))
+        assert result.effect == pytest.approx(float(pair[0].mean() - pair[1].mean()))
         assert result.p == pytest.approx(welch(*pair), rel=0.01)
 
 
 def test_samples_without_variance_have_a_p_value_of_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     twos = np.full(drop_bias.MIN_GROUPS, 2.0)
     assert difference(twos, twos) is None
-    assert difference(twos, twos - 0.5) == Contrast(factor=0.5, p=0.0)
+    assert difference(twos, twos - 0.5) == Contrast(effect=0.5, p=0.0)
     assert difference(twos, twos[1:] - 0.5) is None, "one value too few"
     spread = np.resize([1.0, -1.0], drop_bias.MIN_GROUPS)
     found = difference(twos, spread)
@@ -200,7 +200,7 @@ def drop_kind(name: str, trajectories: int, **contrasts: Any) -> OutcomeStats:
 
 
 def test_a_line_states_each_difference_and_its_direction() -> None:
-    little, sure = Contrast(factor=0.25, p=0.0009), Contrast(factor=-1.5, p=0.001)
+    little, sure = Contrast(effect=0.25, p=0.0009), Contrast(effect=-1.5, p=0.001)
     lines = DropBias(
         consumed=drop_kind("consumed", 40),
         others=(

@@ -263,7 +263,7 @@ def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path:
     """Row numbers count from the beginning of the store for any block size."""
     store = valid_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
-    refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)
+    refused = tuple(Refusal(instance=instance, version=2, first_accepted_row=11) for instance in instances)
     rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refusals=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
     assert [finding.location for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]

@@ -217,7 +217,7 @@ def test_parts_are_removed_once_every_resume_point_includes_them(tmp_path: Path)
         needed = {group for group in range(step + 1) if group + 1 >= max(0, step - 2)}
         assert groups_in(tmp_path / "spool") == needed
         assert len(list((tmp_path / "spool").iterdir())) <= 5
-        assert len(spool._stored_by) <= 5
+        assert len(spool._stored_at_step) <= 5
     spool.append([drawn(20)])
     spool.mark_stored(20, [GroupId(19), GroupId(20)])
     spool.rotate(oldest_point=None)

@@ -503,7 +503,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     third = server_class(world)(replace(settings, resumed=True), 30.0)
     assert repr(third._in_flight) == repr(second._in_flight)
     assert third._in_flight.num_drawn == 5
-    assert third._spool._stored_by == {0: 1}, "the parts of the spool that hold no other group may be removed"
+    assert third._spool._stored_at_step == {0: 1}, "the parts of the spool that hold no other group may be removed"
 
 
 class Gate:
@@ -623,7 +623,7 @@ async def test_a_restarted_server_keeps_the_spool_of_finished_groups_that_are_no
     second = server_class(world)(replace(settings, resumed=True), 20.0)
     assert len(second._in_flight.pending_commit()) == len(endings) > 0
     assert not second._in_flight.live
-    assert second._spool._stored_by == {}
+    assert second._spool._stored_at_step == {}
     for server in (first, second):
         await server.close()
         assert server._store_thread.executor._shutdown, "its thread ends"

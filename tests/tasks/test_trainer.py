@@ -272,7 +272,7 @@ def test_points_of_every_nth_version_are_kept_beside_the_latest(
 
 
 def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume_points, "RENAME_S", 0.1)
+    monkeypatch.setattr(resume_points, "CLAIM_LOCK_S", 0.1)
     stopped, following = ResumePoints(tmp_path / "resume"), ResumePoints(tmp_path / "resume")
     stopped.claim()
     with stopped._locked():
