@@ -62,7 +62,7 @@ class Display(RunListener):
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
 
-    def line(self, text: str) -> None:
+    def on_line(self, text: str) -> None:
         """Print a line above the view."""
         if not self._quiet:
             self._print(text)
@@ -71,25 +71,25 @@ class Display(RunListener):
         self._last_line_s = time.monotonic()
         self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
 
-    def phase(self, activity: str) -> None:
+    def on_phase(self, activity: str) -> None:
         self._activity = activity
         if self._live is None and not self._verbosity:
-            self.line(f"[{time.monotonic() - self._begin:6.1f} s] {activity}")
+            self.on_line(f"[{time.monotonic() - self._begin:6.1f} s] {activity}")
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self._activity = "training"
         if self._live is None and not self._verbosity:
-            self.line(format_step(step, self._config.steps, limit))
+            self.on_line(format_step(step, self._config.steps, limit))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._verbosity:
-            self.line(evaluation.line)
+            self.on_line(evaluation.line)
 
-    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+    def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         if self._live is not None:
             self._live.update(self._view(snapshot, report))
         elif not self._verbosity and time.monotonic() - self._last_line_s >= QUIET_S:
-            self.line(self._progress(snapshot))
+            self.on_line(self._progress(snapshot))
 
     def _progress(self, snapshot: Snapshot) -> str:
         """Describe how far the next step is, in one line."""

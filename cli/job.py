@@ -69,7 +69,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     display = Display(config, quiet=quiet, verbosity=verbose)
 
     async def run() -> RunEnd:
-        with StopRequest() as stop, stopped_by_signals(stop, display.line, end_at_once):
+        with StopRequest() as stop, stopped_by_signals(stop, display.on_line, end_at_once):
             return await execute(config, display, resume=resume, stop=stop)
 
     try:

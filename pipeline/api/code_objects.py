@@ -34,10 +34,10 @@ from staleflow.stores.trajectories import derived_branches
 
 MAX_BYTES = 2**26
 """Most bytes of a pickled object: every worker loads it, and a submitted job is sent with it."""
-SCRIPTS = ("__main__", "__mp_main__")
-"""Names of the module that a notebook or a script is."""
-INSTALLED = {"site-packages", "dist-packages"}
-"""Folders that packages are installed in."""
+SCRIPT_MODULES = ("__main__", "__mp_main__")
+"""Names of the module whose code is a notebook or a script."""
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+"""Names of the folders that packages are installed in."""
 MAX_SOURCES = 20
 """Most functions and classes whose source text is written for readers."""
 FILE_TEMPLATE = """\
@@ -55,7 +55,7 @@ if sys.version_info[:2] != {version}:
 {pickled}
 \"\"\".split())))
 """
-_registering = threading.Lock()
+_registration_lock = threading.Lock()
 
 
 def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
@@ -78,7 +78,7 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     object_name = str(getattr(obj, "__name__", ""))
     object_name = object_name if object_name.isidentifier() else name
     with _own_modules() as modules:
-        pickled = _pickled(obj, object_name, modules)
+        pickled = _pickle(obj, object_name, modules)
         sources = list(_sources(obj, modules))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
@@ -96,18 +96,18 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     return f"{path}:{object_name}"
 
 
-def _pickled(obj: Any, object_name: str, modules: set[str]) -> bytes:
+def _pickle(obj: Any, object_name: str, modules: set[str]) -> bytes:
     """An object pickled by value. Raises ConfigError."""
     try:
         pickled: bytes = cloudpickle.dumps(obj)
     except Exception as error:  # an object of the user's may raise anything
-        path, why = _culprit(obj, error, modules, [object_name])
+        path, why = _find_unpicklable_part(obj, error, modules, [object_name])
         raise ConfigError(
             f"{object_name} cannot be sent to worker processes: {'.'.join(path)} cannot be pickled ({why}); create it "
             "inside of the function, or load it from a file there"
         ) from error
     try:
-        _Loading(pickled, modules).load()
+        _WorkerUnpickler(pickled, modules).load()
     except Exception as error:  # an object of the user's may raise anything
         why = " ".join(str(error).split())
         raise ConfigError(f"{object_name} cannot be sent to worker processes: loaded there it fails: {why}") from error
@@ -119,15 +119,15 @@ def _pickled(obj: Any, object_name: str, modules: set[str]) -> bytes:
     return pickled
 
 
-class _Loading(pickle.Unpickler):
+class _WorkerUnpickler(pickle.Unpickler):
     """Loads an object as another process does, which has neither the notebook nor the user's modules."""
 
     def __init__(self, pickled: bytes, modules: set[str]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._elsewhere = (*SCRIPTS, *modules)
+        self._unavailable_modules = (*SCRIPT_MODULES, *modules)
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in self._elsewhere:
+        if module in self._unavailable_modules:
             raise ConfigError(
                 f"{name} of {module} is not pickled by value; if a decorator such as functools.cache made it, remove "
                 "that, or put the code into a file and name it file.py:NAME"
@@ -135,7 +135,7 @@ class _Loading(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _culprit(obj: Any, error: Exception, modules: set[str], path: list[str]) -> tuple[list[str], str]:
+def _find_unpicklable_part(obj: Any, error: Exception, modules: set[str], path: list[str]) -> tuple[list[str], str]:
     """Where in an object the innermost part is that cannot be pickled, and why."""
     for name, value in _parts(obj, modules):
         if name in path:
@@ -143,14 +143,14 @@ def _culprit(obj: Any, error: Exception, modules: set[str], path: list[str]) -> 
         try:
             cloudpickle.dumps(value)
         except Exception as nested_error:  # noqa: BLE001  an object of the user's may raise anything
-            return _culprit(value, nested_error, modules, [*path, name])
+            return _find_unpicklable_part(value, nested_error, modules, [*path, name])
     return path, " ".join(str(error).split())
 
 
 def _parts(obj: Any, modules: set[str]) -> Iterator[tuple[str, Any]]:
     """What is pickled with an object, by name: globals, closure and defaults of a function, members of a class,
     attributes of an instance."""
-    if isinstance(obj, types.FunctionType) and _by_value(obj, modules):
+    if isinstance(obj, types.FunctionType) and _is_pickled_by_value(obj, modules):
         for name in dict.fromkeys(_names(obj.__code__)):
             if name in obj.__globals__:
                 yield name, obj.__globals__[name]
@@ -163,7 +163,7 @@ def _parts(obj: Any, modules: set[str]) -> Iterator[tuple[str, Any]]:
         yield from _parts(obj.__func__, modules)
     elif isinstance(obj, types.MethodType):
         yield from (("__func__", obj.__func__), ("__self__", obj.__self__))
-    elif isinstance(obj, type) and _by_value(obj, modules):
+    elif isinstance(obj, type) and _is_pickled_by_value(obj, modules):
         yield from ((base.__name__, base) for base in obj.__bases__)
         yield from vars(obj).items()
     elif isinstance(obj, types.ModuleType):
@@ -187,7 +187,7 @@ def _sources(obj: Any, modules: set[str], visited_ids: set[int] | None = None) -
     if id(obj) in visited_ids:
         return
     visited_ids.add(id(obj))
-    if isinstance(obj, (types.FunctionType, type)) and _by_value(obj, modules):
+    if isinstance(obj, (types.FunctionType, type)) and _is_pickled_by_value(obj, modules):
         with contextlib.suppress(OSError, TypeError):  # a plain Python prompt keeps no source
             yield textwrap.dedent(inspect.getsource(obj)).rstrip()
         if isinstance(obj, type):
@@ -199,10 +199,10 @@ def _sources(obj: Any, modules: set[str], visited_ids: set[int] | None = None) -
             yield from _sources(value, modules, visited_ids)
 
 
-def _by_value(obj: Any, modules: set[str]) -> bool:
+def _is_pickled_by_value(obj: Any, modules: set[str]) -> bool:
     """Whether a function or class is pickled with its code: one of the user's own, or that no import finds."""
     module = str(getattr(obj, "__module__", ""))
-    return module in modules or module in SCRIPTS or module not in sys.modules
+    return module in modules or module in SCRIPT_MODULES or module not in sys.modules
 
 
 @contextlib.contextmanager
@@ -212,15 +212,15 @@ def _own_modules() -> Iterator[set[str]]:
     modules = {}
     for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py") or name in SCRIPTS or name.partition(".")[0] == "staleflow":
+        if not file or not file.endswith(".py") or name in SCRIPT_MODULES or name.partition(".")[0] == "staleflow":
             continue
         path = Path(file)
-        if not INSTALLED & set(path.parts) and not path.is_relative_to(standard):
+        if not PACKAGE_FOLDERS & set(path.parts) and not path.is_relative_to(standard):
             modules[name] = module
     if modules:  # a package that is installed where its developer edits it is installed, too
         package_names = importlib.metadata.packages_distributions()
         modules = {name: module for name, module in modules.items() if name.partition(".")[0] not in package_names}
-    with _registering, contextlib.ExitStack() as registered:
+    with _registration_lock, contextlib.ExitStack() as registered:
         for module in modules.values():
             with contextlib.suppress(ValueError):  # not in sys.modules under its own name
                 cloudpickle.register_pickle_by_value(module)

@@ -46,23 +46,23 @@ class RunProgress(RunListener):
         self._after_step = after_step
         self.activity = "checking the job"
         self.is_waiting = False
-        self.driven = False
+        self.has_begun = False
         """Whether the driver has begun."""
         self.version = 0
         self.report = RunReport()
 
-    def line(self, text: str) -> None:
+    def on_line(self, text: str) -> None:
         self.activity, self.is_waiting = text.removeprefix(WAITING), text.startswith(WAITING)
         self.print(text)
 
-    def phase(self, activity: str) -> None:
+    def on_phase(self, activity: str) -> None:
         self.activity = activity
 
-    def status(self, snapshot: Snapshot, report: RunReport) -> None:
-        self.is_waiting, self.driven = False, True
+    def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
+        self.is_waiting, self.has_begun = False, True
         self.version, self.report = snapshot.version, report
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self.activity = "training"
         self.print(format_step(step, self._steps, limit))
         self._after_step()
@@ -140,7 +140,7 @@ class RunHandle:
     def stop(self, reason: str = "stopped by the caller") -> None:
         """Request that the run stops after the training step in flight; it can be resumed. A second call stops it at
         once. Returns at once, and does nothing if the run has ended."""
-        self._stop.ask(reason)
+        self._stop.stop(reason)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended.
@@ -244,7 +244,7 @@ class RunHandle:
             return "stopping"
         if self._progress.is_waiting:
             return "waiting"
-        return "running" if self._progress.driven else "starting"
+        return "running" if self._progress.has_begun else "starting"
 
     def _message(self) -> str:
         if self._error is not None:

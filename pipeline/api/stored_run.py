@@ -61,12 +61,12 @@ class Run(RunData):
     def branch(self, name: str) -> Run:
         """The run on another branch, with other rewards or logprobs. Raises ConfigError if there is none with this
         name."""
-        return _opened(Run(self._path, self._source, branch=name))
+        return _require_branch_and_step(Run(self._path, self._source, branch=name))
 
     def at_step(self, step: int) -> Run:
         """The run at the commit of training step `step`; later commits are not seen. Raises ConfigError if that step is
         not stored."""
-        return _opened(Run(self._path, self._source, at_step=step))
+        return _require_branch_and_step(Run(self._path, self._source, at_step=step))
 
     # -- proofs --------------------------------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = No
     if at_step is not None and branch != MAIN:
         raise ConfigError(f"at_step = {at_step}: shows only what the run itself stored; leave out branch")
     run = Run(run_data.find_run_folder(source), str(source), branch=branch, at_step=at_step)
-    return run if at_step is None and branch == MAIN else _opened(run)
+    return run if at_step is None and branch == MAIN else _require_branch_and_step(run)
 
 
 def list_runs(folder: str | Path = RUNS) -> list[Run]:
@@ -502,13 +502,13 @@ def _open_branch(source: str) -> Run:
 
 
 def _view(run: Run) -> dict[str, str]:
-    """What of a run an object shows, if not all of it as it is."""
+    """The branch or the step that a Run shows, by option of `open_run`; empty if it shows the run's present state."""
     view = {"branch": run._branch} if run._branch != MAIN else {}
     return view if run._at_step is None else {**view, "at_step": str(run._at_step)}
 
 
-def _opened(run: Run) -> Run:
-    """The run. Raises ConfigError if it has no such branch or step."""
+def _require_branch_and_step(run: Run) -> Run:
+    """Return the run. Raises ConfigError if it does not have the branch and step that it is to show."""
     assert run.snapshot
     return run
 

@@ -203,10 +203,10 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
 T = TypeVar("T")
 
 
-def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end. Returns its result and raises its errors."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:

@@ -46,15 +46,18 @@ class Instance:
 
 
 class Fleet:
-    """All instances. Arrays have one element per instance, in the order of joining until one is
-    removed. serves_many_versions: whether instances serve several versions at once, so that cached contexts survive a
-    pull."""
+    """All instances. Arrays have one element per instance, in the order of joining until one is removed.
+
+    serves_many_versions: whether instances serve several versions at once, so that cached contexts survive a pull.
+    """
 
     def __init__(self, *, serves_many_versions: bool = False) -> None:
         self.serves_many_versions = serves_many_versions
         self._by_id: dict[InstanceId, Instance] = {}
         self._instances: list[Instance] = []
         self._columns = np.zeros((5, 8))
+        """Running trajectories, KV tokens, version, KV capacity and most running trajectories; a column per instance,
+        some of them unused."""
         self._distinct_versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
@@ -77,10 +80,12 @@ class Fleet:
 
     @property
     def running(self) -> npt.NDArray[np.float64]:
+        """Number of trajectories that each instance runs."""
         return self._columns[0, : len(self._instances)]
 
     @property
     def kv_tokens(self) -> npt.NDArray[np.float64]:
+        """KV tokens of the trajectories that each instance runs."""
         return self._columns[1, : len(self._instances)]
 
     @property

@@ -1,4 +1,4 @@
-"""What the coordinator's state counts and flags: running means, truncations, and decisions to make again. Pure."""
+"""Parts of the coordinator's state: running means, truncation counts, and flags for decisions to make again. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class RunningMeans:
 
 @dataclass(slots=True)
 class TruncationCounts:
-    """Counts of truncated trajectories, from the moment of the decision. num_trained: trajectories consumed
-    by steps. num_truncated: in the whole run. num_truncated_in_step: since a step last consumed its batch."""
+    """Counts of truncated trajectories, from the moment of the decision."""
 
     num_trained: int = 0
+    """Trajectories consumed by steps, truncated or not."""
     num_truncated: int = 0
+    """Trajectories truncated in the whole run."""
     num_truncated_in_step: int = 0
+    """Trajectories truncated since a step last consumed its batch."""
 
     def count_consumed(self, num_trajectories: int) -> None:
         self.num_trained += num_trajectories
@@ -49,10 +51,11 @@ class TruncationCounts:
 
 
 class ReplanFlags:
-    """Flags that the state sets when it changes. Reading a flag clears it."""
+    """Flags of decisions to make again. CoordinatorState, which inherits them, sets them when it changes; reading one
+    clears it."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._instances = fleet
+        self._fleet = fleet
         self._batch_changed = self._admission_changed = self._routing_changed = self._all_loads_changed = False
         self._loads_changed: dict[InstanceId, Instance] = {}
 
@@ -63,7 +66,7 @@ class ReplanFlags:
 
     def pop_loads_changed(self) -> list[Instance]:
         """Instances that may have become worth a pull since the previous call."""
-        changed = list(self._instances if self._all_loads_changed else self._loads_changed.values())
+        changed = list(self._fleet if self._all_loads_changed else self._loads_changed.values())
         self._loads_changed, self._all_loads_changed = {}, False
         return changed
 

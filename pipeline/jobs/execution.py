@@ -121,19 +121,19 @@ async def _execute(
     end_state = "failed", ""
     try:
         if workers.dashboard:
-            listener.line(f"Dask dashboard: {workers.dashboard}")
+            listener.on_line(f"Dask dashboard: {workers.dashboard}")
         client_id = str(workers.client.id)
         job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
         stop_reason = await workers.wait_for_workers(
-            config, listener.line, "" if driver_worker is None else driver_worker.address
+            config, listener.on_line, "" if driver_worker is None else driver_worker.address
         )
         if stop_reason:
             end_state = "stopped", stop_reason
             summary = summarize(config, RunReport(stopped=stop_reason), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
         if workers.placement_text:
-            listener.line(f"GPUs: {workers.placement_text}")
+            listener.on_line(f"GPUs: {workers.placement_text}")
         actors = Actors(config, workers, run_dir, facts)
         with reporter.capturing_warnings():
             report = await _train(
@@ -173,7 +173,7 @@ async def _train(
     with contextlib.closing(Tracking(config, run_dir)) as tracking:
         listeners = RunListeners(tracking, start_records, reporter, listener)
         if resumption is not None:
-            listeners.line(f"resuming from version {resumption.version}")
+            listeners.on_line(f"resuming from version {resumption.version}")
             reporter.add_earlier_steps(resumption.steps)
         driver = Driver(
             config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=source_changes
@@ -184,7 +184,7 @@ async def _train(
         report.steps += resumption.steps
         report.evaluations += read_evaluations(run_dir)
     if report.diagnosis is not None:
-        reporter.line(report.diagnosis.line)
+        reporter.on_line(report.diagnosis.line)
     return report
 
 
@@ -249,7 +249,7 @@ class StopRequest:
         self._handler: Callable[[str], None] = self._cancel
         self._num_undelivered = 0
 
-    def ask(self, reason: str) -> None:
+    def stop(self, reason: str) -> None:
         """Stop the run; a second request stops it at once, without waiting for the training step in flight.
         Thread-safe, also before the run begins."""
         with self._lock:
@@ -311,7 +311,7 @@ def stopped_by_signals(
             end_process()
         received_reasons.append(reason)
         announce(f"{reason}: stopping; Ctrl-C again ends at once")
-        request.ask(reason)
+        request.stop(reason)
 
     reasons = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
     for number, reason in reasons.items():

@@ -50,11 +50,11 @@ class Reporter(RunListener):
         self._steps: list[dict[str, float]] = []
         self._phase = ""
 
-    def line(self, text: str) -> None:
+    def on_line(self, text: str) -> None:
         """Append a line to the log."""
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         if name != self._phase:
             self._phase = name
             self._log(name)
@@ -63,15 +63,15 @@ class Reporter(RunListener):
         """Send the stored steps of a resumed run, without log lines."""
         self._steps += steps
 
-    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self._phase = "training"
         self._steps.append(dict(step))
         self._log(format_step(step, self._num_steps, bottleneck))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         self._log(evaluation.line)
 
-    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+    def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         is_evaluating = snapshot.num_eval_in_flight > 0
         self._status = {
             **CODEC.encode(snapshot),
@@ -88,14 +88,14 @@ class Reporter(RunListener):
 
     def _log(self, line: str) -> None:
         """Append a line to the run's log and to this process's log."""
-        self.line(line)
+        self.on_line(line)
         logger.info(line)
 
     @contextlib.contextmanager
     def capturing_warnings(self) -> Iterator[None]:
         """Context manager: appends logged warnings to the run's log."""
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.line(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: self.on_line(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("staleflow").addHandler(handler)
         try:
             yield

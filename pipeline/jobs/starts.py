@@ -58,7 +58,7 @@ class StartRecords(RunListener):
         self._written_counts = (0, 0)
         self._write()
 
-    def status(self, snapshot: Snapshot | None, report: RunReport) -> None:
+    def on_status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
         self._start.losses, self._start.alarms = list(report.losses), list(report.alarms)
         self._start.commands = dict(report.commands)
@@ -86,7 +86,7 @@ class StartRecords(RunListener):
             phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
             self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
         with contextlib.suppress(StoreError):  # how the run ended is more important
-            self.status(report.snapshot, report)
+            self.on_status(report.snapshot, report)
 
     def _write(self) -> None:
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._start)], indent=1) + "\n"

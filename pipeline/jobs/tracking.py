@@ -239,10 +239,10 @@ class Tracking(RunListener):
                 raise ConfigError(f"tracking.tracker = {tracker!r}: cannot be constructed: {reason}") from error
             user_files.require_tracker(self._trackers[-1], tracker)
 
-    def step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self._call_trackers("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         """Track an evaluation at its version."""
         values = {
             f"{EVALUATION_PREFIX}{evaluation.name}/{name}": getattr(evaluation, name) for name in EVALUATION_METRICS

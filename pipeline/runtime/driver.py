@@ -328,7 +328,7 @@ class Driver:
                 if isinstance(command, commands.Route) and is_evaluation(command.trajectory):
                     self._evaluation_driver.best.start_saving(command.version)
             case commands.FetchPrompts():
-                self._background.spawn(self._draw(command), "draw")
+                self._background.spawn(self._draw_groups(command), "draw")
             case commands.Score():
                 self._score_queue.put(command.trajectory)
             case commands.StepEnvironment() | commands.CloseEnvironment():
@@ -343,7 +343,7 @@ class Driver:
 
     # -- executing commands --------------------------------------------------------------------------------------
 
-    async def _draw(self, command: commands.FetchPrompts) -> None:
+    async def _draw_groups(self, command: commands.FetchPrompts) -> None:
         async with self._draw_lock:  # groups start in the order of their numbers
             groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
@@ -385,8 +385,8 @@ class Driver:
             step = with_rate(step_metrics, next(reversed(self.report.steps), None))
             self.report.steps.append(step)
             self._log_resume_points()
-            self._listener.status(self._coordinator.snapshot(), self.report)
-            self._listener.step_stored(step, self.report.bottlenecks.get(record.step, ""))
+            self._listener.on_status(self._coordinator.snapshot(), self.report)
+            self._listener.on_step_stored(step, self.report.bottlenecks.get(record.step, ""))
 
     def _log_resume_points(self) -> None:
         """Log new resume points; the trainer writes them in its own process."""
@@ -416,13 +416,13 @@ class Driver:
             self.report.environments = self._environment_hosts.views
             self.report.sources = self._sources()
             self._measurements.observe_snapshot(snapshot)
-            self._listener.status(snapshot, self.report)
+            self._listener.on_status(snapshot, self.report)
 
     async def _finish_evaluation(self, command: commands.FinishEvaluation) -> None:
         results = await self._evaluation_driver.finish(command)
-        self._listener.status(self._coordinator.snapshot(), self.report)
+        self._listener.on_status(self._coordinator.snapshot(), self.report)
         for result in results:
-            self._listener.evaluated(result)
+            self._listener.on_evaluation(result)
         for line in explain_not_comparable(self.report.evaluations):
             self._note(line)
 
@@ -442,11 +442,11 @@ class Driver:
         self.report.diagnosis, self.report.fit = self._measurements.diagnosis_and_fit()
 
     def _begin_phase(self, phase: str) -> None:
-        self._listener.phase(phase)
-        self._listener.status(self._coordinator.snapshot(), self.report)
+        self._listener.on_phase(phase)
+        self._listener.on_status(self._coordinator.snapshot(), self.report)
 
     def _note(self, line: str) -> None:
         """Show a line that is needed to interpret the run's numbers, once, and add it to the report."""
         if line and line not in self.report.notes:
             self.report.notes.append(line)
-            self._listener.line(line)
+            self._listener.on_line(line)

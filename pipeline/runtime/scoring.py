@@ -52,9 +52,9 @@ class ScoreQueue:
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._num_idle_workers = 0
         """Number of reward workers that wait for work."""
-        self._held_back: list[TrajectoryId] = []
+        self._waiting_for_group: list[TrajectoryId] = []
         self._release_timer: asyncio.TimerHandle | None = None
-        self._num_sampled: dict[GroupId, int] = {}
+        self._num_sampled_by_group: dict[GroupId, int] = {}
         self._has_logged_failure = False
         self._moving: set[str] = set()
         self._worker_locks = {name: asyncio.Lock() for name in config.reward_actors}
@@ -76,31 +76,31 @@ class ScoreQueue:
 
     def put(self, trajectory: TrajectoryId) -> None:
         """Queue a sampled response, together with those held back if it completes its group."""
-        self._held_back.append(trajectory)
-        if self._completes_group(trajectory) or len(self._held_back) >= SCORE_BATCH:
-            self._release()
+        self._waiting_for_group.append(trajectory)
+        if self._completes_group(trajectory) or len(self._waiting_for_group) >= SCORE_BATCH:
+            self._queue_waiting()
         elif self._release_timer is None:
-            self._release_timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._release)
+            self._release_timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._queue_waiting)
 
     def _completes_group(self, trajectory: TrajectoryId) -> bool:
         """Count a response. Returns True if its group now has as many responses as are trained on."""
         if is_evaluation(trajectory):  # it has no group that is trained on
             return False
         group = GroupId(trajectory // self._config.oversampled_group_size)
-        count = self._num_sampled.pop(group, 0) + 1
+        count = self._num_sampled_by_group.pop(group, 0) + 1
         if count >= self._config.batch.group_size:
             return True
-        self._num_sampled[group] = count
-        if len(self._num_sampled) > MAX_GROUPS_COUNTED:
-            del self._num_sampled[next(iter(self._num_sampled))]
+        self._num_sampled_by_group[group] = count
+        if len(self._num_sampled_by_group) > MAX_GROUPS_COUNTED:
+            del self._num_sampled_by_group[next(iter(self._num_sampled_by_group))]
         return False
 
-    def _release(self) -> None:
+    def _queue_waiting(self) -> None:
         """Queue the responses that were held back."""
         if self._release_timer is not None:
             self._release_timer.cancel()
             self._release_timer = None
-        batch, self._held_back = self._held_back, []
+        batch, self._waiting_for_group = self._waiting_for_group, []
         for trajectory in batch:
             self._queue.put_nowait(trajectory)
 

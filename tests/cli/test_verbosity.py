@@ -46,13 +46,13 @@ async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEn
     reporter = Reporter("a-job", 2, Path("runs/none"))
     listeners = RunListeners(reporter, listener)
     with reporter.capturing_warnings():
-        listener.line("Dask dashboard: nowhere")
-        listeners.phase("evaluating version 0")
-        listeners.status(make_coordinator(config).snapshot(), RunReport())
-        listeners.evaluated(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
+        listener.on_line("Dask dashboard: nowhere")
+        listeners.on_phase("evaluating version 0")
+        listeners.on_status(make_coordinator(config).snapshot(), RunReport())
+        listeners.on_evaluation(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
         logging.getLogger("staleflow.pipeline.processes.dask_workers").debug("server placed on w")
         for step in range(2):
-            listeners.step_stored({"step": float(step), **STEP}, "")
+            listeners.on_step_stored({"step": float(step), **STEP}, "")
         logging.getLogger("staleflow.pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
         logging.getLogger("some.library").info("chatter")
     assert any("rollout-0 is gone" in line for line in reporter._lines)
@@ -139,8 +139,8 @@ def test_log_lines_are_complete_above_a_live_view() -> None:
     with display, logging_to(display.console, 1):
         for step in range(3):
             outcomes.steps.append({"step": float(step), **STEP, "response_tokens": 5.0})
-            display.status(snapshot, outcomes)
-            display.step_stored(outcomes.steps[-1], "")
+            display.on_status(snapshot, outcomes)
+            display.on_step_stored(outcomes.steps[-1], "")
             assert display._live is not None
             display._live.refresh()  # as it does four times a second
             logging.getLogger("staleflow.pipeline.jobs.reporter").info("step %d is done", step)
@@ -157,7 +157,7 @@ def test_a_pipe_gets_a_line_on_the_next_step_after_half_a_minute_of_silence(monk
     display = Display(config, quiet=False)
     display.console = Console(file=written, width=200)
     for now[0] in (29.0, 31.0, 32.0, 60.0, 62.0):
-        display.status(coordinator.snapshot(), RunReport())
+        display.on_status(coordinator.snapshot(), RunReport())
     line = "step 0: 0 of 16 groups are ready, trajectories: 0 sampling, 0 queued, 0 scoring"
     assert written.getvalue().splitlines() == [f"[  31.0 s] {line}", f"[  62.0 s] {line}"]
 
@@ -170,7 +170,7 @@ def printed(
     display, reporter = Display(config, quiet=False), Reporter("a-job", 4, Path("runs/none"))
     display.console = Console(file=written, width=200)
     for step in steps:
-        RunListeners(display, reporter).step_stored(step, limits.get(int(step["step"]), ""))
+        RunListeners(display, reporter).on_step_stored(step, limits.get(int(step["step"]), ""))
     return written.getvalue().splitlines(), [line.partition("  ")[2] for line in reporter._lines]
 
 

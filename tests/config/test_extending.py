@@ -115,8 +115,8 @@ def test_a_source_a_reward_and_a_tracker_from_a_file_are_used(example: Any, tmp_
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         tracking = Tracking(config, tmp_path)
-        tracking.evaluated(Evaluation(version=0, num_prompts=4, sampled=0.25, greedy=None))
-        tracking.step_stored({"step": 0.0, "reward": 0.5}, "")
+        tracking.on_evaluation(Evaluation(version=0, num_prompts=4, sampled=0.25, greedy=None))
+        tracking.on_step_stored({"step": 0.0, "reward": 0.5}, "")
         tracking.close()
     evaluated, trained = printed.getvalue().splitlines()
     assert evaluated.startswith("run 0 {'evaluation/held-out/sampled': 0.25")

@@ -21,7 +21,7 @@ PHASES = {
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
     first = StartRecords(tmp_path, 0, 0.0)
-    first.status(None, killed)
+    first.on_status(None, killed)
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
@@ -70,8 +70,8 @@ def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> 
 def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
     starts, outcomes = StartRecords(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
-    starts.status(None, outcomes)
+    starts.on_status(None, outcomes)
     assert read(tmp_path) == [Start(0)]
     outcomes.steps.append({"step": 0.0})
-    starts.status(None, outcomes)
+    starts.on_status(None, outcomes)
     assert read(tmp_path) == [Start(0, commands={"Route": 1})]

@@ -77,8 +77,8 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_at_once() 
             request.set_handler(stop)
 
             def ask_twice() -> None:
-                request.ask("enough")
-                request.ask("now")
+                request.stop("enough")
+                request.stop("now")
 
             thread = threading.Thread(target=ask_twice)
             thread.start()
@@ -91,7 +91,7 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_at_once() 
 
 def test_a_request_before_the_run_ends_it_and_one_after_it_changes_nothing() -> None:
     request = StopRequest()
-    request.ask("never mind")
+    request.stop("never mind")
 
     async def run() -> None:
         with request:
@@ -99,5 +99,5 @@ def test_a_request_before_the_run_ends_it_and_one_after_it_changes_nothing() -> 
 
     with pytest.raises(Interrupted, match="never mind"):
         asyncio.run(run())
-    request.ask("too late")
+    request.stop("too late")
     assert request.reason == "never mind"

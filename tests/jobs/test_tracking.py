@@ -55,7 +55,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 def test_a_scalar_has_a_description_and_its_unit(job: Path, tmp_path: Path) -> None:
     tracking = Tracking(loading.load(job), tmp_path)
-    tracking.step_stored({"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}, "")
+    tracking.on_step_stored({"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}, "")
     tracking.close()
     messages = {value.tag: value.metadata.summary_description for _, value in values(tmp_path / "tensorboard")}
     assert messages == {"staleness_max": "largest step - v_traj of the batch; at most eta, versions", "of_mine": ""}
@@ -63,7 +63,7 @@ def test_a_scalar_has_a_description_and_its_unit(job: Path, tmp_path: Path) -> N
 
 def track(tracking: Tracking, steps: list[dict[str, float]]) -> None:
     for step in steps:
-        tracking.step_stored(step, "")
+        tracking.on_step_stored(step, "")
 
 
 def test_a_failing_tracker_is_not_called_again(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

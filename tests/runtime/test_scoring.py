@@ -44,7 +44,7 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
             await asyncio.sleep(pause_s)
             scoring.put(TrajectoryId(trajectory))
         await asyncio.sleep(60.0)
-        assert len(scoring._num_sampled) <= MAX_GROUPS_COUNTED
+        assert len(scoring._num_sampled_by_group) <= MAX_GROUPS_COUNTED
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -89,17 +89,17 @@ class Run(RunListener):
     loss_counts: list[int] = field(default_factory=list)
     """Number of losses known at each status."""
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         self.phases.append((asyncio.get_running_loop().time(), name))
 
-    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+    def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         self.loss_counts.append(len(report.losses))
         self.instance_lines.append(report.instances)
 
-    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self.steps.append(int(step["step"]))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
     @property
