@@ -246,7 +246,7 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
     torch.set_num_threads(1)
     loaded = load_model(model, "float32", "cpu", "sdpa")
     named = {n: p.detach() for n, p in loaded.named_parameters()} if on_pull != "adapter" else adapter(loaded)
-    beside: dict[str, Any] = {"lora": LORA, "adapters": SERVED} if on_pull == "adapter" else {}
+    beside: dict[str, Any] = {"lora": LORA, "num_served_versions": SERVED} if on_pull == "adapter" else {}
     size = sum(t.numel() * t.element_size() for t in named.values())
     target = {n: torch.zeros_like(t) for n, t in named.items()}
     copies = [timed(lambda: [target[n].copy_(t) for n, t in named.items()]) for _ in range(20)]
@@ -256,7 +256,9 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
         published = WeightFolder(Path(folder))
         published.publish(PolicyVersion(1), named)
         path = published.path(PolicyVersion(1))
-        engine = build_engine(settings("vllm", model, running, keep=on_pull == "keep", **beside), InstanceId("i"), 1)
+        engine = build_engine(
+            settings("vllm", model, running, keep_cache=on_pull == "keep", **beside), InstanceId("i"), 1
+        )
 
         versions = itertools.count(1)
 

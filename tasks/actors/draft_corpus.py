@@ -31,8 +31,8 @@ class NewResponses(NamedTuple):
 
     responses: list[PromptResponses]
     """Responses that the instance does not have yet."""
-    known_responses: frozenset[TrajectoryId]
-    """All responses that it has once it has received these."""
+    known_ids: frozenset[TrajectoryId]
+    """Ids of all responses that it has once it has received these."""
 
 
 class DraftCorpus:
@@ -68,10 +68,10 @@ class DraftCorpus:
             if not responses:
                 del self._stored_responses[prompt]
 
-    def new_responses(self, running: Iterable[TrajectoryId], known_responses: frozenset[TrajectoryId]) -> NewResponses:
-        """Return responses to the prompts of running trajectories, without those in `known_responses`."""
+    def new_responses(self, running: Iterable[TrajectoryId], known_ids: frozenset[TrajectoryId]) -> NewResponses:
+        """Return responses to the prompts of running trajectories, without those whose ids are in `known_ids`."""
         responses: list[PromptResponses] = []
-        known_ids: set[TrajectoryId] = set()
+        new_known_ids: set[TrajectoryId] = set()
         prompts: dict[bytes, list[Trajectory]] = {}
         for t in (self._in_flight.live.get(i) for i in running if self._max_tokens):
             if t is not None:
@@ -81,15 +81,13 @@ class DraftCorpus:
             tokens_by_id = {i: tokens for t in groups.values() for i, tokens in self._finished_siblings(t)} | dict(
                 self._stored_responses.get(prompt, {})
             )
-            unsent = [(i, tokens) for i, tokens in tokens_by_id.items() if i not in known_responses][
-                :MAX_RESPONSES_PER_REPLY
-            ]
-            known_ids |= (known_responses & tokens_by_id.keys()) | {i for i, _ in unsent}
+            unsent = [(i, tokens) for i, tokens in tokens_by_id.items() if i not in known_ids][:MAX_RESPONSES_PER_REPLY]
+            new_known_ids |= (known_ids & tokens_by_id.keys()) | {i for i, _ in unsent}
             if unsent:
                 responses.append(
                     PromptResponses(prompt=tuple(trajectories[0].prompt_tokens.tolist()), responses=tuple(unsent))
                 )
-        return NewResponses(responses, frozenset(known_ids))
+        return NewResponses(responses, frozenset(new_known_ids))
 
     def _finished_siblings(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:
         """Yield the finished siblings of a trajectory in flight, with their tokens."""

@@ -153,7 +153,7 @@ class EnvironmentHost:
         self._call_s = call_s
         self._running_steps: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
         """Running env steps, by trajectory and route number."""
-        self._keys: dict[TrajectoryId, EpisodeKey] = {}
+        self._open_episodes: dict[TrajectoryId, EpisodeKey] = {}
         """Open episodes."""
         self._outcomes: list[EnvStepOutcome] = []
         self._error: Exception | None = None
@@ -190,7 +190,7 @@ class EnvironmentHost:
         ids = set(trajectories)
         for key in [key for key in self._running_steps if key[0] in ids]:
             self._running_steps.pop(key).cancel()
-        self._environments.cancel([self._keys.pop(t) for t in ids if t in self._keys])
+        self._environments.cancel([self._open_episodes.pop(t) for t in ids if t in self._open_episodes])
 
     async def close(self) -> None:
         for task in self._running_steps.values():
@@ -217,7 +217,7 @@ class EnvironmentHost:
         if state is None or outcome is not None:
             return outcome
         key = EpisodeKey(group=state.group, held_out=state.held_out, member=state.member, attempt=state.attempt)
-        self._keys[trajectory] = key
+        self._open_episodes[trajectory] = key
         turn: SampledTurn | None = None
         if self._environments.needs_token_ids:
             turn_item = TurnItem(trajectory, state.num_tokens, route_number, state.turns[-1] if state.turns else "")
@@ -247,7 +247,7 @@ class EnvironmentHost:
             else:
                 self._environments.cancel([key])
                 result = HostedStepResult(ended=True, error=receipt.reason or REPLAY_DIFFERS)
-        self._keys.pop(trajectory, None)
+        self._open_episodes.pop(trajectory, None)
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
                 return (await self._state_and_outcome(call_server, item))[1]

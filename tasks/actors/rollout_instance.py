@@ -82,7 +82,7 @@ class RolloutInstance:
         self._instance = instance
         self._call_s = call_s
         self._fetches_drafts = fetches_drafts
-        self._known_responses: frozenset[TrajectoryId] = frozenset()
+        self._known_response_ids: frozenset[TrajectoryId] = frozenset()
         """Other responses to the prompts of running requests that the engine has."""
         self._drafts_fetched_s = 0.0
         """Time of the last fetch of other responses, on the loop's clock."""
@@ -284,11 +284,16 @@ class RolloutInstance:
             return
         try:
             responses: NewResponses = await call_actor(
-                server, "other_responses", running, self._known_responses, timeout_s=self._call_s, actor_name="server"
+                server,
+                "other_responses",
+                running,
+                self._known_response_ids,
+                timeout_s=self._call_s,
+                actor_name="server",
             )
         except ActorLost:
             return
-        self._known_responses = responses.known_responses
+        self._known_response_ids = responses.known_ids
         self._engine.add_draft_responses(responses.responses)
 
     async def _deliver(

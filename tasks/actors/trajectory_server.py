@@ -250,11 +250,11 @@ class TrajectoryServer:
         return num_tokens
 
     async def other_responses(
-        self, running: tuple[TrajectoryId, ...], known_responses: frozenset[TrajectoryId]
+        self, running: tuple[TrajectoryId, ...], known_ids: frozenset[TrajectoryId]
     ) -> NewResponses:
-        """Return responses to the prompts of running trajectories, for drafting. known_responses: responses that the
-        instance has already."""
-        return self._draft_corpus.new_responses(running, known_responses)
+        """Return responses to the prompts of running trajectories, for drafting. known_ids: ids of the responses that
+        the instance has already."""
+        return self._draft_corpus.new_responses(running, known_ids)
 
     async def episode_states(
         self, requested: list[tuple[TrajectoryId, int]]

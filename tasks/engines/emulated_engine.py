@@ -192,11 +192,11 @@ class EmulatedEngine:
         weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(new_weights), weights)
         self._weights = new_weights
         settings = self._settings
-        if settings.adapters:
+        if settings.num_served_versions:
             self._load_adapter(version)
             return self._load_result(version, new_weights, started_s, stalled_s=0.0)
         with self._condition:
-            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep)
+            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep_cache)
             self._collect_ended()
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].version_starts.append((version, tokens))
@@ -291,7 +291,9 @@ class EmulatedEngine:
             self._version = version
             served_versions = sorted({*self._served_versions, version})
             running = [version for request in self._running.values() for version, _ in request.version_starts[-1:]]
-            dropped_versions = adapters.unused_versions(served_versions, version, self._settings.adapters, running)
+            dropped_versions = adapters.unused_versions(
+                served_versions, version, self._settings.num_served_versions, running
+            )
             self._served_versions = [candidate for candidate in served_versions if candidate not in dropped_versions]
 
     def _run(self) -> None:
@@ -358,7 +360,7 @@ class EmulatedEngine:
 
     def _plan_response(self, request: Request) -> _RunningRequest:
         """Plan the response to a request according to the workload. A greedy one depends on the prompt only."""
-        workload, members = self._settings.workload, self._settings.members
+        workload, members = self._settings.workload, self._settings.members_per_group
         key = sum(request.prompt_tokens) if request.greedy else request.trajectory
         group, member = divmod(abs(int(key)), members)
         turns = workload.turns(group, member)

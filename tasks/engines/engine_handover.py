@@ -46,40 +46,40 @@ class _RegisteredEngine:
     actor: weakref.ref[object]
 
 
-_registered: list[_RegisteredEngine] = []
+_registered_engines: list[_RegisteredEngine] = []
 _lock = threading.Lock()
-"""Guards _registered; locked while an engine is taken over or closed."""
+"""Guards _registered_engines; locked while an engine is taken over or closed."""
 
 
 def register(run_folder: str, settings: EngineSettings, engine: Engine, actor: object) -> None:
     """Register an engine so that it stays in this process when `actor`, its actor, is gone. run_folder: the run's
     folder."""
     with _lock:
-        _registered.append(_RegisteredEngine(run_folder, _digest(settings), engine, weakref.ref(actor)))
+        _registered_engines.append(_RegisteredEngine(run_folder, _digest(settings), engine, weakref.ref(actor)))
 
 
 def unregister(engine: Engine) -> None:
     """Unregister an engine that its actor has closed."""
     with _lock:
-        _registered[:] = [entry for entry in _registered if entry.engine is not engine]
+        _registered_engines[:] = [entry for entry in _registered_engines if entry.engine is not engine]
 
 
 async def require_orphan() -> None:
     """Raise LookupError unless this process has an engine whose actor is gone, or is about to go when its last call
     ends. The scheduler calls this and reads nothing but the error."""
     deadline = time.monotonic() + DRIVER_EXIT_S
-    while any(entry.actor() is not None for entry in _registered) and time.monotonic() < deadline:
+    while any(entry.actor() is not None for entry in _registered_engines) and time.monotonic() < deadline:
         gc.collect()
         await asyncio.sleep(POLL_S)
-    if not _registered or any(entry.actor() is not None for entry in _registered):
+    if not _registered_engines or any(entry.actor() is not None for entry in _registered_engines):
         raise LookupError("this process has no engine without an actor")
 
 
 def close_orphans() -> None:
     """Close the engines whose actors are gone, because another role needs their memory."""
     with _lock:
-        for orphan in [orphan for orphan in _registered if orphan.actor() is None]:
-            _registered.remove(orphan)
+        for orphan in [orphan for orphan in _registered_engines if orphan.actor() is None]:
+            _registered_engines.remove(orphan)
             orphan.engine.close()
 
 
@@ -87,13 +87,13 @@ def take_over(run_folder: str, settings: EngineSettings, instance: InstanceId) -
     """Return the engine of a lost actor of this run, reset for `instance`; None if there is none. Waits for an actor
     that is about to go. Closes all other engines without an actor. run_folder: empty to take over none."""
     deadline = time.monotonic() + ACTOR_EXIT_S
-    while _in_use(run_folder) and time.monotonic() < deadline:
+    while _has_actor(run_folder) and time.monotonic() < deadline:
         gc.collect()  # the traceback of a failed call may keep the actor alive by a reference cycle
         time.sleep(POLL_S)
     engine: Engine | None = None
     with _lock:
-        for orphan in [orphan for orphan in _registered if orphan.actor() is None]:
-            _registered.remove(orphan)
+        for orphan in [orphan for orphan in _registered_engines if orphan.actor() is None]:
+            _registered_engines.remove(orphan)
             if engine is None and (orphan.run_folder, orphan.settings) == (run_folder, _digest(settings)):
                 try:
                     orphan.engine.reset(instance)
@@ -106,8 +106,8 @@ def take_over(run_folder: str, settings: EngineSettings, instance: InstanceId) -
     return engine
 
 
-def _in_use(run_folder: str) -> bool:
-    return any(entry.run_folder == run_folder and entry.actor() is not None for entry in _registered)
+def _has_actor(run_folder: str) -> bool:
+    return any(entry.run_folder == run_folder and entry.actor() is not None for entry in _registered_engines)
 
 
 def _digest(settings: Any) -> bytes:

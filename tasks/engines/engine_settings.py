@@ -81,7 +81,7 @@ class EngineSettings(RegistryEntry):
     """The optional package that it needs."""
     emulated: ClassVar[bool] = False
     """Whether responses are drawn at random and only their time passes; no model is involved."""
-    drafts: ClassVar[tuple[str, ...]] = ()
+    draft_sources: ClassVar[tuple[str, ...]] = ()
     """The sources of drafts it can verify (rollout.engine.speculation.source)."""
 
     @classmethod
@@ -97,21 +97,22 @@ class EngineSettings(RegistryEntry):
     def check(self) -> None:
         """Raise ConfigError if the settings contradict each other."""
         speculation = self.speculation
-        if speculation.num_speculative_tokens and not self.drafts:
+        if speculation.num_speculative_tokens and not self.draft_sources:
             raise ConfigError(
                 f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the "
                 f"{self.name} engine verifies no drafts; use 0"
             )
-        if speculation.num_speculative_tokens and speculation.source not in self.drafts:
+        if speculation.num_speculative_tokens and speculation.source not in self.draft_sources:
             raise ConfigError(
                 f"rollout.engine.speculation.source = {speculation.source!r} is not supported by the {self.name} "
-                f"engine; use {' or '.join(map(repr, self.drafts))}"
+                f"engine; use {' or '.join(map(repr, self.draft_sources))}"
             )
 
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine", EngineSettings)
-"""Parameters: model, dtype, device, temperature, eos, seed, lora, adapters, keep and turns, see ModelSettings and
-VllmSettings; cost, drafting, workload, members, pull_s and switch_s, see EmulatedSettings."""
+"""Parameters: model, dtype, device, temperature, eos, seed, lora, num_served_versions, keep_cache and shares_device, see
+ModelSettings and VllmSettings; cost, drafting, workload, members_per_group, pull_s and switch_s, see
+EmulatedSettings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,10 @@ class ModelSettings(EngineSettings):
         model: Folder or hub name.
         kv_tokens: Size of the paged cache in tokens.
         eos: Ids of the tokens that end a response.
-        adapters: Number of versions served side by side, each an adapter of the model as `lora` describes it. 0: a
-            version is a full set of weights, and one is served at a time.
-        keep: Whether running requests keep their old cache through a weight update.
-        turns: Whether the engine sleeps while the trainer uses its device.
+        num_served_versions: Number of versions served side by side, each an adapter of the model as `lora` describes
+            it. 0: a version is a full set of weights, and one is served at a time.
+        keep_cache: Whether running requests keep their old cache through a weight update.
+        shares_device: Whether the engine sleeps while the trainer uses its device.
     """
 
     model: str = parameter()
@@ -135,9 +136,9 @@ class ModelSettings(EngineSettings):
     eos: tuple[int, ...] = parameter()
     seed: int = parameter()
     lora: LoraConfig = parameter(LoraConfig())
-    adapters: int = parameter(0)
-    keep: bool = parameter(False)
-    turns: bool = parameter(False)
+    num_served_versions: int = parameter(0)
+    keep_cache: bool = parameter(False)
+    shares_device: bool = parameter(False)
 
 
 @ENGINES.register("transformers")
@@ -145,7 +146,7 @@ class ModelSettings(EngineSettings):
 class TransformersSettings(ModelSettings):
     """Settings of the transformers engine, which has only the common ones."""
 
-    drafts: ClassVar[tuple[str, ...]] = ("responses",)
+    draft_sources: ClassVar[tuple[str, ...]] = ("responses",)
 
     def check(self) -> None:
         super().check()
@@ -167,7 +168,7 @@ class VllmSettings(ModelSettings):
     options: dict[str, Any] = knob({}, "further arguments of its EngineArgs, such as gpu_memory_utilization")
 
     package: ClassVar[str] = "vllm"
-    drafts: ClassVar[tuple[str, ...]] = ("responses", "suffix")
+    draft_sources: ClassVar[tuple[str, ...]] = ("responses", "suffix")
     REFUSED_OPTIONS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
@@ -220,18 +221,18 @@ class VllmSettings(ModelSettings):
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
 class EmulatedSettings(EngineSettings):
-    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s, switch_s: seconds
-    of the cost model to load weights and to fall asleep."""
+    """Settings of the emulated engine; see SimulationConfig. pull_s, switch_s: seconds of the cost model to load
+    weights and to fall asleep."""
 
     cost: CostModel = parameter()
     workload: Workload = parameter()
-    members: int = parameter()
+    members_per_group: int = parameter()
     pull_s: float = parameter()
     switch_s: float = parameter(0.0)
-    keep: bool = parameter()
+    keep_cache: bool = parameter()
     drafting: DraftSettings = parameter(DraftSettings())
-    adapters: int = parameter(0)
+    num_served_versions: int = parameter(0)
     time_scale: float = knob(1.0, "cost-model seconds that pass in one second of real time", above=0)
 
     emulated: ClassVar[bool] = True
-    drafts: ClassVar[tuple[str, ...]] = ("responses", "suffix")
+    draft_sources: ClassVar[tuple[str, ...]] = ("responses", "suffix")

@@ -177,7 +177,7 @@ class EngineThread(ABC):
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 with self._condition:
                     if (running := self._requests.get_by_trajectory(request.trajectory)) is not None:
-                        self._leave(running)
+                        self._drop_request(running)
                 self._fail(request, str(error))
 
     def _begin(self, request: Request) -> None:
@@ -189,7 +189,7 @@ class EngineThread(ABC):
             self._stop([request.trajectory])
         running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
         if running.has_stopped:  # its instance was lost before it could report the end of the turn
-            self._end(running.sampled_tokens(FinishReason.STOP))
+            self._emit(running.sampled_tokens(FinishReason.STOP))
             return
         with self._condition:
             key = self._requests.add(running)
@@ -207,7 +207,7 @@ class EngineThread(ABC):
         with self._condition:
             self._remove(requests)
             for running in requests:
-                self._leave(running)
+                self._drop_request(running)
         return requests
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
@@ -247,13 +247,13 @@ class EngineThread(ABC):
     def _lost_error(self) -> ActorLost:
         return ActorLost(f"{self._instance}: decoding has ended: {type(self._error).__name__}: {self._error}")
 
-    def _leave(self, running: RunningRequest) -> None:
+    def _drop_request(self, running: RunningRequest) -> None:
         """Remove a request that has ended. The caller holds the lock."""
         self._requests.remove(running)
         if self._drafter is not None:
             self._drafter.end(running.key)
 
-    def _end(self, event: SampledTokens | FailedRequest) -> None:
+    def _emit(self, event: SampledTokens | FailedRequest) -> None:
         """Return a request that has ended, by `events`."""
         with self._condition:
             self._outputs.append(event)
@@ -261,4 +261,4 @@ class EngineThread(ABC):
 
     def _fail(self, request: Request, error: str) -> None:
         """Return a request that cannot be continued, by `events`."""
-        self._end(FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error=error))
+        self._emit(FailedRequest(trajectory=request.trajectory, route_number=request.route_number, error=error))

@@ -69,19 +69,19 @@ class PromptIndex:
         self._latest_position: dict[int, int] = {}
         """The latest encoded position after two tokens, by the tokens: first << 32 | second."""
         self._responses: dict[TrajectoryId, IndexedText] = {}
-        self.extend(self._new(), prompt)
+        self.extend(self._add_text(), prompt)
 
     @property
     def has_ended_responses(self) -> bool:
         """Whether the index holds responses that have ended."""
         return len(self._texts) > 1 + self.num_running
 
-    def response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
+    def update_response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
         """Return the text of a trajectory's response, updated to these tokens. If they continue its earlier text, that
         is extended."""
         text = self._responses.get(trajectory)
         if text is None or text.tokens.tolist() != list(tokens[: len(text.tokens)]):
-            text = self._responses[trajectory] = self._new()
+            text = self._responses[trajectory] = self._add_text()
         self.extend(text, tokens[len(text.tokens) :])
         return text
 
@@ -90,7 +90,7 @@ class PromptIndex:
         already."""
         text = self._responses.get(trajectory)
         if text is None or len(text.tokens) < len(tokens):
-            self.response(trajectory, tokens)
+            self.update_response(trajectory, tokens)
 
     def extend(self, text: IndexedText, tokens: Sequence[int]) -> None:
         """Append tokens to a text and index them."""
@@ -128,7 +128,7 @@ class PromptIndex:
                 matches.append((other, position))
         return max_length, matches
 
-    def _new(self) -> IndexedText:
+    def _add_text(self) -> IndexedText:
         self._texts.append(IndexedText(len(self._texts)))
         return self._texts[-1]
 
@@ -239,7 +239,7 @@ class Drafter:
             context: All tokens that the request is sampled after. In a branch only its first ones are the prompt's.
         """
         differing_positions = (
-            i for i, (of_prompt, token) in enumerate(zip(prompt, context, strict=False)) if of_prompt != token
+            i for i, (prompt_token, token) in enumerate(zip(prompt, context, strict=False)) if prompt_token != token
         )
         num_prompt_tokens = next(differing_positions, min(len(prompt), len(context)))
         response = tuple(context[num_prompt_tokens:])
@@ -333,7 +333,7 @@ class Drafter:
         """The index that holds a request's text, which is added to it if this is its first token."""
         if request.index is None:
             request.index = self._index_for(request.prompt)
-            request.text = request.index.response(request.trajectory, request.response)
+            request.text = request.index.update_response(request.trajectory, request.response)
             request.index.num_running += 1
             self._evict()
         return request.index
@@ -352,7 +352,7 @@ class Drafter:
                 new_index = PromptIndex(prompt)
                 for request in tuple(self._requests.values()):  # a copy: another thread may add requests
                     if request.index is index:
-                        request.text = new_index.response(request.trajectory, request.text.tokens)
+                        request.text = new_index.update_response(request.trajectory, request.text.tokens)
                         request.index = new_index
                         new_index.num_running += 1
                 self._indices[prompt] = new_index

@@ -65,7 +65,7 @@ class TransformersEngine(EngineThread):
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.ATTENTION_NAME)
         self._shapes = weight_folder.shapes(dict(self._model.named_parameters()))
-        self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
+        self._adapters = ServedAdapters(self._model, settings.lora) if settings.num_served_versions else None
         self._generator = torch.Generator(device).manual_seed(settings.seed)
         self._rows: dict[str, RequestRow] = {}
         """By the requests' keys."""
@@ -145,12 +145,12 @@ class TransformersEngine(EngineThread):
         has_stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
         if has_stopped or len(row.tokens) >= row.max_tokens:
             self._scheduler.end(row)
-            self._leave(running)
-            self._end(running.sampled_tokens(FinishReason.STOP if has_stopped else FinishReason.LENGTH))
+            self._drop_request(running)
+            self._emit(running.sampled_tokens(FinishReason.STOP if has_stopped else FinishReason.LENGTH))
 
     def _fail_without_memory(self) -> None:
         for row in self._scheduler.failed_rows:
-            self._leave(row.running)
+            self._drop_request(row.running)
             message = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
             self._fail(row.running.request, message)
         self._scheduler.failed_rows.clear()
@@ -172,9 +172,9 @@ class TransformersEngine(EngineThread):
         for running in has_stopped:
             self._scheduler.remove(self._rows[running.key])
 
-    def _leave(self, running: RunningRequest) -> None:
+    def _drop_request(self, running: RunningRequest) -> None:
         self._rows.pop(running.key, None)
-        super()._leave(running)
+        super()._drop_request(running)
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
         super()._abort(trajectories)
@@ -212,7 +212,7 @@ class TransformersEngine(EngineThread):
         assert self._adapters is not None
         self._adapters.add(version, layers, tensors)
         with self._condition:
-            for old_version in self._requests.drop_old(version, self._settings.adapters):
+            for old_version in self._requests.drop_old(version, self._settings.num_served_versions):
                 self._adapters.drop(old_version)
             self._requests.serve(version)
 
@@ -226,7 +226,7 @@ class TransformersEngine(EngineThread):
         self._is_asleep = False
         with self._condition:
             self._requests.change_version(version)
-            self._scheduler.change_weights(keep=self._settings.keep)
+            self._scheduler.change_weights(keep=self._settings.keep_cache)
         return time.monotonic() - started_s
 
     def _compute_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:

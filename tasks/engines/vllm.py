@@ -1,6 +1,6 @@
 """vLLM as a rollout engine: an LLMEngine in this process, driven by one thread.
 
-Only that thread uses vLLM: it creates the LLMEngine (VllmEngine._make), and runs calls between two decode steps.
+Only that thread uses vLLM: it creates the LLMEngine, and runs calls between two decode steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class VllmEngine(EngineThread):
         self._shapes = checkpoint_shapes(settings.model)
         self._thread.start()
         try:
-            self._call(self._make).result()
+            self._call(self._create_engine).result()
         except BaseException:
             self.close()
             raise
@@ -93,16 +93,16 @@ class VllmEngine(EngineThread):
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def _make(self) -> None:
+    def _create_engine(self) -> None:
         """Create the LLMEngine, in the engine's thread."""
         self._engine = make_engine(self._settings)
         self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
         self._drafter = self._speculation.drafter
         self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
-        if self._settings.adapters:
+        if self._settings.num_served_versions:
             from staleflow.tasks.engines.vllm_adapters import VllmAdapters
 
-            self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.adapters)
+            self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.num_served_versions)
 
     def _shut_down(self) -> None:
         if self._engine is not None:
@@ -211,7 +211,7 @@ class VllmEngine(EngineThread):
             engine.collective_rpc("finish_weight_update")
         with self._condition:
             self._requests.change_version(version)
-        self._scheduler.change_version(version, keep=self._settings.keep)
+        self._scheduler.change_version(version, keep=self._settings.keep_cache)
         with self._condition:
             self._scheduler_statistics = self._scheduler.statistics()
         return time.monotonic() - started_s
@@ -220,7 +220,7 @@ class VllmEngine(EngineThread):
         """Serve an adapter beside the others. Returns the seconds that decoding paused, None if no slot is free yet."""
         started_s = time.monotonic()
         with self._condition:
-            old_versions = self._requests.drop_old(version, self._settings.adapters)
+            old_versions = self._requests.drop_old(version, self._settings.num_served_versions)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
             for old_version in old_versions:
                 vllm_adapters.drop(old_version)
@@ -250,7 +250,7 @@ class VllmEngine(EngineThread):
                     self._abort_in_vllm([running.key])  # vLLM does not know of stop strings
                 elif output.finish_reason is None:
                     continue
-                self._leave(running)
+                self._drop_request(running)
                 if running.has_stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
                     is_stop = running.has_stopped or output.finish_reason == Reason.STOP
                     self._outputs.append(running.sampled_tokens(FinishReason.STOP if is_stop else FinishReason.LENGTH))
@@ -296,7 +296,7 @@ class VllmEngine(EngineThread):
         weights."""
 
         def compare() -> list[WeightReport]:
-            reports: list[WeightReport] = self._engine.collective_rpc("compared_weights", args=(str(weights),))
+            reports: list[WeightReport] = self._engine.collective_rpc("compare_weights", args=(str(weights),))
             return reports
 
         return sum_reports(self._call(compare).result() if self._settings.tensor_parallel > 1 else compare())
@@ -325,31 +325,31 @@ def make_engine(settings: VllmSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "enable_sleep_mode": settings.turns,
+        "enable_sleep_mode": settings.shares_device,
         **speculation_arguments(settings),
     } | update_arguments(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # Given its size, vLLM neither takes a share of the machine's memory nor warms up; the number of blocks counts.
-        if settings.turns:
+        if settings.shares_device:
             raise ConfigError('cluster.layout = "turns": the vllm installed here is the CPU build, which cannot sleep')
         if settings.device == "cuda":
             raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
     with raised_as(ConfigError, "rollout.engine: vLLM refuses it", TypeError, ValueError):
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
-    if not settings.adapters:
+    if not settings.num_served_versions:
         engine.collective_rpc("init_weight_transfer_engine", args=({},))
     return engine
 
 
 def update_arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's engine arguments for loading adapters, or new weights, after the start."""
-    if settings.adapters:
+    if settings.num_served_versions:
         from staleflow.tasks.engines import vllm_adapters
 
-        return vllm_adapters.arguments(settings.lora, settings.adapters, adapted_layers(settings))
+        return vllm_adapters.arguments(settings.lora, settings.num_served_versions, adapted_layers(settings))
     from staleflow.tasks.engines import vllm_weights
 
     return vllm_weights.arguments()

@@ -93,7 +93,7 @@ class VllmAdapters:
     def compare_version(self, version: PolicyVersion, file: Path) -> WeightReport:
         """Compare the contents of a version's slot on each worker with its file."""
         args = (self._adapters[version].lora_int_id, str(file), self._config.scaling)
-        return sum_reports(self._engine.collective_rpc("compared_adapter", args=args))
+        return sum_reports(self._engine.collective_rpc("compare_adapter", args=args))
 
 
 class AdapterExtension:
@@ -102,7 +102,7 @@ class AdapterExtension:
     model_runner: Any
     vllm_config: Any
 
-    def compared_adapter(self, adapter_id: int, file: str, scaling: float) -> WeightReport:
+    def compare_adapter(self, adapter_id: int, file: str, scaling: float) -> WeightReport:
         """Compare an adapter on this worker with its file. vLLM stores it for its kernels: with fused layers, padded to
         the size of the slot, and with B multiplied by alpha / rank. Shards are not compared."""
         tensors = weight_folder.read(Path(file))

@@ -111,7 +111,7 @@ class WorkerExtension:
     weight_transfer_engine: FileTransfer
     model_config: Any
 
-    def compared_weights(self, path: str) -> WeightReport:
+    def compare_weights(self, path: str) -> WeightReport:
         """Compare this worker's weights with a published file."""
         tensors = checkpoint_tensors(self.model_config.model, path)
         return compare_parts(vllm_layouts.parts(self.model_runner.get_model(), tensors))

@@ -42,7 +42,8 @@ def test_engine_settings_follow_the_job(name: str) -> None:
     settings = engine_settings(config, 2, (1, 2))
     if name == "emulated":
         assert isinstance(settings, EmulatedSettings)
-        assert (settings.time_scale, settings.pull_s, settings.keep, settings.members) == (9.0, 2.0, True, 8)
+        assert (settings.time_scale, settings.pull_s) == (9.0, 2.0)
+        assert settings.keep_cache and settings.members_per_group == 8
         assert settings.max_running == 7 and settings.workload.prompt_tokens(0) == config.workload.prompt_tokens
         assert pickle.loads(pickle.dumps(settings)).cost == settings.cost
     else:
@@ -50,9 +51,9 @@ def test_engine_settings_follow_the_job(name: str) -> None:
         known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
         make_expected: dict[str, Callable[[], EngineSettings]] = {
             "transformers": lambda: TransformersSettings(
-                **known, keep=True, speculation=Speculation(num_speculative_tokens=5, disable_above=2)
+                **known, keep_cache=True, speculation=Speculation(num_speculative_tokens=5, disable_above=2)
             ),
-            "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
+            "vllm": lambda: VllmSettings(**known, keep_cache=True, tensor_parallel=2, options={"a": 1}),
         }
         assert pickle.loads(pickle.dumps(settings)) == settings == make_expected[name]()
 

@@ -212,7 +212,7 @@ def test_eta_plus_one_adapters_are_served(tmp_path: Path) -> None:
     for engine in ENGINES.names:
         config = load(tmp_path, GOOD, *adapters, f"rollout.engine.name={engine}")
         settings = actor_settings.engine_settings(config, 0, (1,))
-        assert getattr(settings, "adapters", None) == 4
+        assert getattr(settings, "num_served_versions", None) == 4
 
 
 def test_groups_of_one_need_an_estimator_and_a_filter_without_comparison(tmp_path: Path) -> None:

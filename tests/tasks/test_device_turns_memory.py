@@ -106,7 +106,7 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
     trainer.optimizer.register_step_post_hook(lambda *_: device.measure("step"))
     device.measure("trainer built")
     settings = TransformersSettings(
-        model=str(model), dtype="float32", device="cpu", temperature=1.0, eos=(), seed=0, turns=turns,
+        model=str(model), dtype="float32", device="cpu", temperature=1.0, eos=(), seed=0, shares_device=turns,
         max_running=4, kv_tokens=KV_TOKENS, page_tokens=16, max_batch_tokens=64,
     )  # fmt: skip
     with closing(TransformersEngine(settings, InstanceId("rollout-0"))) as engine:

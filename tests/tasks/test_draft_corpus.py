@@ -68,10 +68,10 @@ def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] =
 
 
 def other_responses(
-    corpus: DraftCorpus, *running: int, known_responses: frozenset[TrajectoryId] = NOTHING
+    corpus: DraftCorpus, *running: int, known_ids: frozenset[TrajectoryId] = NOTHING
 ) -> dict[int, tuple[int, ...]]:
-    answer = corpus.new_responses([TrajectoryId(i) for i in running], known_responses)
-    assert {i for found in answer.responses for i, _ in found.responses} | known_responses >= answer.known_responses
+    answer = corpus.new_responses([TrajectoryId(i) for i in running], known_ids)
+    assert {i for found in answer.responses for i, _ in found.responses} | known_ids >= answer.known_ids
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
@@ -91,12 +91,12 @@ def test_draft_corpus_returns_each_response_once() -> None:
     state = flight(t1=(5, 6, 7))
     corpus = DraftCorpus(state, 1000)
     first = corpus.new_responses([TrajectoryId(0)], NOTHING)
-    assert first.known_responses == {1}
-    again = corpus.new_responses([TrajectoryId(0)], first.known_responses | {TrajectoryId(500)})
+    assert first.known_ids == {1}
+    again = corpus.new_responses([TrajectoryId(0)], first.known_ids | {TrajectoryId(500)})
     assert again.responses == []
-    assert again.known_responses == {1}
+    assert again.known_ids == {1}
     deliver(state, 2, (5, 9), FinishReason.STOP)
-    assert other_responses(corpus, 0, known_responses=again.known_responses) == {2: (5, 9)}
+    assert other_responses(corpus, 0, known_ids=again.known_ids) == {2: (5, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
@@ -112,8 +112,8 @@ def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.Monkey
     monkeypatch.setattr(draft_corpus, "MAX_RESPONSES_PER_REPLY", 2)
     corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = corpus.new_responses([TrajectoryId(0)], NOTHING)
-    assert len(first.known_responses) == 2
-    assert other_responses(corpus, 0, known_responses=first.known_responses).keys() == {1, 2, 3} - first.known_responses
+    assert len(first.known_ids) == 2
+    assert other_responses(corpus, 0, known_ids=first.known_ids).keys() == {1, 2, 3} - first.known_ids
 
 
 def test_draft_corpus_size_is_bounded() -> None:

@@ -49,8 +49,8 @@ def workload(max_tokens: int = 100, **changes: Any) -> RandomWorkload:
 
 def settings(**changes: Any) -> EmulatedSettings:
     values: dict[str, Any] = {
-        "cost": COST, "workload": workload(), "members": 4, "kv_tokens": 4096, "max_running": 32, "pull_s": 0.005,
-        "keep": False, "time_scale": 2.0,
+        "cost": COST, "workload": workload(), "members_per_group": 4, "kv_tokens": 4096, "max_running": 32,
+        "pull_s": 0.005, "keep_cache": False, "time_scale": 2.0,
     }  # fmt: skip
     return EmulatedSettings(**(values | changes))
 
@@ -215,7 +215,7 @@ def test_modules_for_a_weight_update_are_imported_at_startup(tmp_path: Path) -> 
 
 def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
     """A request finishes under its first version and no context is computed again."""
-    engine = EmulatedEngine(settings(time_scale=1.0, adapters=2), InstanceId("i"))
+    engine = EmulatedEngine(settings(time_scale=1.0, num_served_versions=2), InstanceId("i"))
     folder = WeightFolder(tmp_path / "weights")
 
     def load(version: int) -> None:

@@ -28,7 +28,7 @@ def settings(tmp_path: Path) -> Any:
 def close_engines() -> Iterator[None]:
     yield
     gc.collect()
-    for item in list(engine_handover._registered):
+    for item in list(engine_handover._registered_engines):
         item.engine.close()
         engine_handover.unregister(item.engine)
 
@@ -60,7 +60,7 @@ def test_a_resumed_run_reuses_an_engine_under_a_new_seed_and_name(settings: Any)
     assert engine_of(then) is engine
     assert asyncio.run(then.took_over())
     assert engine._instance == "rollout-1"
-    assert len(engine_handover._registered) == 1
+    assert len(engine_handover._registered_engines) == 1
 
 
 @pytest.mark.parametrize("difference", ["run", "settings"])
@@ -96,7 +96,7 @@ def test_a_closed_engine_is_unregistered(settings: Any) -> None:
         asyncio.run(engine_handover.require_orphan())
     instance = place_instance(settings)
     asyncio.run(instance.close())
-    assert engine_handover._registered == []
+    assert engine_handover._registered_engines == []
 
 
 def test_require_orphan_needs_an_engine_without_an_actor(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

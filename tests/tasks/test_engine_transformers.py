@@ -241,7 +241,7 @@ def test_kept_cache_of_old_weights_is_private_to_its_running_request(tiny_model:
     """Neither other requests nor the next turn of the trajectory use it: a cached context must be of one version."""
     torch.set_num_threads(1)
     path, _ = changed_weights(tiny_model, tmp_path)
-    with closing(TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as engine:
+    with closing(TransformersEngine(settings(tiny_model, keep_cache=True, eos=()), InstanceId("i"))) as engine:
         sample_until(engine, 5, [request(0, PROMPT, max_new_tokens=50, keep_kv=True)])
         engine.load(PolicyVersion(5), path)
         engine.submit([request(1, PROMPT, max_new_tokens=8)])
@@ -320,6 +320,8 @@ class TestServedAdapters(AdapterEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)
-        engine = TransformersEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        engine = TransformersEngine(
+            settings(tiny_model, lora=LORA, num_served_versions=SERVED), InstanceId("rollout-0")
+        )
         yield engine
         engine.close()

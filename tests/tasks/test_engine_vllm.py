@@ -165,7 +165,7 @@ def test_temperature_is_in_the_logprobs(tiny_model: Path) -> None:
 def test_kept_cache_of_old_weights_is_not_used_by_new_requests(tiny_model: Path, tmp_path: Path) -> None:
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
-    with closing(VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))) as engine:
+    with closing(VllmEngine(settings(tiny_model, keep_cache=True, eos=()), InstanceId("i"))) as engine:
         sample_until(engine, 5, [request(0, prompt=prompt, max_new_tokens=50)])
         engine.load(PolicyVersion(5), path)
         engine.submit([request(1, prompt=prompt, max_new_tokens=8)])
@@ -187,7 +187,7 @@ def test_a_request_waiting_during_a_weight_update_uses_no_old_cache(
     """Only requests with their own pages at the time of the update may continue with old ones."""
     path, _ = changed_weights(tiny_model, tmp_path)
     prompt = tuple(3 + i % 10 for i in range(70))
-    with closing(VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))) as engine:
+    with closing(VllmEngine(settings(tiny_model, keep_cache=keep, eos=(), max_running=1), InstanceId("i"))) as engine:
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
         sample_until(engine, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
         before = engine.load_statistics().cached_tokens
@@ -281,7 +281,7 @@ def test_a_cache_smaller_than_the_context_length_is_enough_for_short_requests(ti
 class TestServedAdapters(AdapterEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[VllmEngine]:
-        engine = VllmEngine(settings(tiny_model, lora=LORA, adapters=SERVED), InstanceId("rollout-0"))
+        engine = VllmEngine(settings(tiny_model, lora=LORA, num_served_versions=SERVED), InstanceId("rollout-0"))
         yield engine
         engine.close()
 

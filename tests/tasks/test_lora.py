@@ -196,7 +196,7 @@ def test_default_targets_are_linear_layers_in_every_family(
     layers = adapters.layers(weight_folder.shapes(published(trainer)), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == last_parts
     trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
-    settings = model_settings(tmp_path / "model") | {"lora": LORA, "adapters": 2}
+    settings = model_settings(tmp_path / "model") | {"lora": LORA, "num_served_versions": 2}
     with closing(TransformersEngine(TransformersSettings(**settings), InstanceId("i"))) as engine:
         before = engine.logprobs(PROBE)
         engine.load(PolicyVersion(1), tmp_path / "weights")

@@ -74,7 +74,7 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
 
     def engine(number: int) -> Engine:
         close(number)
-        more = {"workload": workload, "time_scale": 3.0, "kv_tokens": 256, "keep": bool(number)}
+        more = {"workload": workload, "time_scale": 3.0, "kv_tokens": 256, "keep_cache": bool(number)}
         values[number] = EmulatedEngine(test_engine_emulated.settings(**more), InstanceId(f"i{number}"))
         return values[number]
 

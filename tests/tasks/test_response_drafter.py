@@ -218,7 +218,7 @@ def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(promp
 
 def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dict changed during iteration would end the decode thread and the engine."""
-    one, response = drafter(max_indexed_tokens=60), PromptIndex.response
+    one, response = drafter(max_indexed_tokens=60), PromptIndex.update_response
 
     def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
         one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, PROMPT)
@@ -227,7 +227,7 @@ def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pyte
     for key in ("0", "1", "2"):
         begin_request(one, key, RESPONSE)
     one.end("2")
-    monkeypatch.setattr(PromptIndex, "response", begins_one_meanwhile)
+    monkeypatch.setattr(PromptIndex, "update_response", begins_one_meanwhile)
     begin_request(one, "3", tuple(range(100, 140)))
     begin_request(one, "4", RESPONSE[:3])
     assert one.num_tokens <= 100
