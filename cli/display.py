@@ -47,7 +47,7 @@ class Display(RunListener):
         self.console = Console(stderr=True)
         self._live: Live | None = None
         self._activity = "starting"
-        self._begin = self._last_line_s = time.monotonic()
+        self._begin_s = self._last_line_s = time.monotonic()
 
     def __enter__(self) -> Display:
         # With -vv Dask's processes log too, and would write across a live view.
@@ -74,7 +74,7 @@ class Display(RunListener):
     def on_phase(self, activity: str) -> None:
         self._activity = activity
         if self._live is None and not self._verbosity:
-            self.on_line(f"[{time.monotonic() - self._begin:6.1f} s] {activity}")
+            self.on_line(f"[{time.monotonic() - self._begin_s:6.1f} s] {activity}")
 
     def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self._activity = "training"
@@ -93,7 +93,7 @@ class Display(RunListener):
 
     def _progress(self, snapshot: Snapshot) -> str:
         """Describe how far the next step is, in one line."""
-        elapsed = f"[{time.monotonic() - self._begin:6.1f} s]"
+        elapsed = f"[{time.monotonic() - self._begin_s:6.1f} s]"
         if snapshot.training or not snapshot.buffers:
             return f"{elapsed} {'training' if snapshot.training else self._activity}, step {snapshot.version}"
         buffer, num_evaluated = snapshot.buffers[0], snapshot.num_eval_in_flight
@@ -111,7 +111,7 @@ class Display(RunListener):
         head.add_row(
             f"[bold]{config.name}[/]  {self._activity}",
             f"step [bold]{snapshot.version}[/]/{config.steps}",
-            f"{time.monotonic() - self._begin:.0f} s",
+            f"{time.monotonic() - self._begin_s:.0f} s",
         )
         if steps:
             head.add_row(
@@ -248,12 +248,12 @@ def logging_to(console: Console, verbosity: int) -> Iterator[None]:
     (INFO); 2 also single placements and pulls (DEBUG). Other libraries show at most warnings, and only if verbosity >
     0."""
     level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
-    root, ours = logging.getLogger(), logging.getLogger("staleflow")
-    handler, before = ConsoleHandler(console, level), ours.level
+    root, package_logger = logging.getLogger(), logging.getLogger("staleflow")
+    handler, previous_level = ConsoleHandler(console, level), package_logger.level
     root.addHandler(handler)
-    ours.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
+    package_logger.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
     try:
         yield
     finally:
         root.removeHandler(handler)
-        ours.setLevel(before)
+        package_logger.setLevel(previous_level)

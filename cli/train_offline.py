@@ -161,9 +161,7 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
         click.echo("not verified: the training repeated here gives other weights than the run published")
     width = max((len(trial.left_out) for trial in result.trials), default=0)
     for trial in result.trials:
-        line = (
-            f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  {_shown(trial.difference)}"
-        )
+        line = f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  {_format_difference(trial.difference)}"
         click.echo(line + ("  prevents it" if trial.prevents else ""))
     if result.cause is None:
         click.echo(f"no cause found: {result.reason}")
@@ -173,7 +171,7 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
     click.echo(f"  staleflow unlearn {run} --where '{result.cause.where}'")
 
 
-def _shown(difference: PairedDifference | None) -> str:
+def _format_difference(difference: PairedDifference | None) -> str:
     return "" if difference is None else f"{difference.mean:+.3f} (p {difference.p:.3f})"
 
 

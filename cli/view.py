@@ -45,7 +45,7 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{sock.getsockname()[1]}/"
 
-    def started() -> None:
+    def show_address() -> None:
         click.echo(f"{run}: {address} (Ctrl-C ends it)")
         if host != LOCAL:
             click.echo("everyone who reaches this address can read the run: it asks for no password", err=True)
@@ -55,7 +55,7 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     if until_eof:  # for a program that starts it, and with which it is to end
         threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        make_server(RunApi(reader, *others), host, started).run(sockets=[sock])
+        make_server(RunApi(reader, *others), host, show_address).run(sockets=[sock])
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -110,9 +110,8 @@ class EngineSettings(RegistryEntry):
 
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine", EngineSettings)
-"""Parameters: model, dtype, device, temperature, eos, seed, lora, num_served_versions, keep_cache and shares_device, see
-ModelSettings and VllmSettings; cost, drafting, workload, members_per_group, pull_s and switch_s, see
-EmulatedSettings."""
+"""Parameters of ModelSettings: model, dtype, device, temperature, eos, seed, lora, num_served_versions, keep_cache and
+shares_device; of EmulatedSettings: cost, drafting, workload, members_per_group, pull_s and switch_s."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ class Grpo(Advantage):
     """GRPO (2402.03300)."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        centered, count = _centered(rewards, valid)
+        centered, count = _center(rewards, valid)
         # Sample standard deviation, as in the published implementations.
         std = np.sqrt((centered**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
         result: Rewards = centered / (std + EPS)
@@ -115,7 +115,7 @@ class DrGrpo(Advantage):
     """Dr. GRPO (2503.20783)."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _centered(rewards, valid)[0]
+        return _center(rewards, valid)[0]
 
 
 @ADVANTAGES.register("rloo")
@@ -124,7 +124,7 @@ class Rloo(Advantage):
     """RLOO (2402.14740): R - mean of the others = (R - mean) n / (n - 1); a group of one has no others."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        centered, count = _centered(rewards, valid)
+        centered, count = _center(rewards, valid)
         result: Rewards = centered * count / np.maximum(count - 1, 1)
         return result
 
@@ -137,7 +137,7 @@ class ReinforcePlusPlus(Advantage):
     compares_members = False
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _whiten(_centered(rewards.ravel()[None], valid.ravel()[None])[0], valid).reshape(rewards.shape)
+        return _whiten(_center(rewards.ravel()[None], valid.ravel()[None])[0], valid).reshape(rewards.shape)
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
@@ -146,7 +146,7 @@ class ReinforcePlusPlusBaseline(Advantage):
     """REINFORCE++ with the group mean as baseline."""
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _whiten(_centered(rewards, valid)[0], valid)
+        return _whiten(_center(rewards, valid)[0], valid)
 
 
 @ADVANTAGES.register("none")
@@ -166,7 +166,7 @@ def _whiten(centered: Rewards, valid: Valid) -> Rewards:
     return result
 
 
-def _centered(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
+def _center(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
     """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones. Exactly 0 in a group
     of equal rewards, where rounding errors would otherwise be scaled up to advantages."""
     count = valid.sum(axis=1, keepdims=True)

@@ -200,7 +200,7 @@ class LogprobModel:
         self, rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
         """The micro-batches of this rank. Raises ConfigError if a row is longer than `max_row_length`. weights:
-        [len(chosen)] weight of each row's tokens."""
+        [len(indices)] weight of each row's tokens."""
         max_row_tokens = max((len(rows[i].prompt) + len(rows[i].response) for i in indices), default=0)
         if self.max_row_length is not None and max_row_tokens > self.max_row_length:
             raise ConfigError(
@@ -237,7 +237,7 @@ def _split_entropy(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
     return values[..., 0], values[..., 1] if values.shape[-1] > 1 else None
 
 
-NUM_COMPARED = 8
+NUM_COMPARED_POSITIONS = 8
 """Positions whose rotation is compared."""
 SEARCH_FACTOR = 4
 """The limit is searched up to this multiple of the model's stated context length."""
@@ -246,7 +246,9 @@ SEARCH_FACTOR = 4
 def max_row_length(model: Any, device: str) -> int | None:
     """Largest length of a row whose positions are rotated equally in any micro-batch; None without a limit. Restores
     the model's embeddings to those of short rows."""
-    limits = [limit for module in model.modules() if _is_rotary(module) and (limit := _limit(module, device))]
+    limits = [
+        limit for module in model.modules() if _is_rotary(module) and (limit := _find_length_limit(module, device))
+    ]
     return min(limits, default=None)
 
 
@@ -258,29 +260,31 @@ def _is_rotary(module: Any) -> bool:
     )
 
 
-def _limit(module: Any, device: str) -> int | None:
+def _find_length_limit(module: Any, device: str) -> int | None:
     """Sequence length up to which the first positions are rotated equally; None without a limit."""
-    expected_rotation = _rotation(module, NUM_COMPARED, device)
+    expected_rotation = _rotation(module, NUM_COMPARED_POSITIONS, device)
 
     def is_equal(tokens: int) -> bool:
-        _rotation(module, NUM_COMPARED, device)  # resets the frequencies, which change back only in a short pass
+        _rotation(
+            module, NUM_COMPARED_POSITIONS, device
+        )  # resets the frequencies, which change back only in a short pass
         return bool(torch.equal(_rotation(module, tokens - 1, device), expected_rotation))
 
-    low, high = NUM_COMPARED + 1, SEARCH_FACTOR * int(module.config.max_position_embeddings)
+    low, high = NUM_COMPARED_POSITIONS + 1, SEARCH_FACTOR * int(module.config.max_position_embeddings)
     limit = None
     if not is_equal(high):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if is_equal(middle) else (low, middle)
         limit = low
-    _rotation(module, NUM_COMPARED, device)
+    _rotation(module, NUM_COMPARED_POSITIONS, device)
     return limit
 
 
 def _rotation(module: Any, last: int, device: str) -> torch.Tensor:
-    """[1, NUM_COMPARED, D] rotation of the first positions in a pass whose last position is `last`."""
-    positions = torch.tensor([[*range(NUM_COMPARED), last]], device=device)
+    """[1, NUM_COMPARED_POSITIONS, D] rotation of the first positions in a pass whose last position is `last`."""
+    positions = torch.tensor([[*range(NUM_COMPARED_POSITIONS), last]], device=device)
     with torch.no_grad():
         output = module(torch.zeros(1, device=device), positions)
     first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return first[:, :NUM_COMPARED]
+    return first[:, :NUM_COMPARED_POSITIONS]

@@ -58,8 +58,8 @@ def _microbatch_ends(lengths: Sequence[int], ranks: int, token_budget: int) -> l
         first = max(0, end - ranks * max(1, token_budget // max_length))
         rows_per_rank = -(-(end - np.arange(first, end)) // ranks)
         costs = cost[first:end] + rows_per_rank * max_length + overhead
-        best_parts = int(costs.argmin())
-        cost[end], starts[end] = costs[best_parts], first + best_parts
+        best = int(costs.argmin())
+        cost[end], starts[end] = costs[best], first + best
     ends, end = list[int](), len(lengths)
     while end:
         ends.append(end)
@@ -225,8 +225,8 @@ class _OrderedRows:
             is_allowed[-1] = True
             firsts = firsts[is_allowed]
             costs = cost[firsts] + counts[is_allowed] + PASS_OVERHEAD_TOKENS
-            best_parts = int(costs.argmin())
-            cost[end], starts[end] = costs[best_parts], firsts[best_parts]
+            best = int(costs.argmin())
+            cost[end], starts[end] = costs[best], firsts[best]
         parts, end = list[RowRange](), num_rows
         while end:
             parts.append((int(starts[end]), end))
@@ -236,8 +236,8 @@ class _OrderedRows:
     def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
         """Form micro-batches of parts with similar counted tokens, and deal them to ranks back and forth, so that no
         rank always has the larger one. If the number of parts is no multiple of the ranks, empty parts are added."""
-        sorted_rows = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
-        batches = [tuple(sorted_rows[i : i + ranks]) for i in range(0, len(sorted_rows), ranks)]
+        sorted_parts = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
+        batches = [tuple(sorted_parts[i : i + ranks]) for i in range(0, len(sorted_parts), ranks)]
         return [batch if index % 2 == 0 else batch[::-1] for index, batch in enumerate(batches)]
 
     def estimated_time(self, parts: Sequence[RowRange], ranks: int) -> int:

@@ -67,7 +67,7 @@ class PolicyTrainer:
         self.device = resolve_device(settings.device)
         uses_bfloat16 = settings.dtype == "bfloat16"
         self.rank_group = RankGroup(
-            rank, self.device, half=uses_bfloat16, offload=training.offload, collective_s=settings.collective_s
+            rank, self.device, bfloat16=uses_bfloat16, offload=training.offload, collective_s=settings.collective_s
         )
         model = self._load_model()
         if training.lora.rank:

@@ -50,14 +50,14 @@ class RankGroup:
         rank: Rank = SINGLE_RANK,
         device: str = "cpu",
         *,
-        half: bool = False,
+        bfloat16: bool = False,
         offload: bool = False,
         collective_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
         """Join the group.
 
         Args:
-            half: Whether blocks compute in bfloat16 and are gathered in it.
+            bfloat16: Whether blocks compute in that type and are gathered in it.
             offload: Whether shards, gradients and optimizer states stay in host memory, and the device has one block at
                 a time.
             collective_s: Seconds that a rank waits for the others in one operation before it fails.
@@ -69,7 +69,7 @@ class RankGroup:
         """Process group for saving in the background, whose calls are not ordered with the trainer's."""
         if rank.count == 1 and not offload:
             return
-        self._half, self._offload = half, offload
+        self._bfloat16, self._offload = bfloat16, offload
         if dist.is_initialized():  # by the group of an earlier run in this process
             dist.destroy_process_group()
         timeout, max_timeout = (
@@ -101,7 +101,9 @@ class RankGroup:
         # Under autocast a block's products are in bfloat16 anyway. Parameters outside of blocks, such as embeddings,
         # stay in float32, as the residual stream that the blocks add to.
         mixed_precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if self._bfloat16 else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
         for block in blocks(model):
             _convert(block, dtype)
