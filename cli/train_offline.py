@@ -161,7 +161,8 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
         click.echo("not verified: the training repeated here gives other weights than the run published")
     width = max((len(trial.left_out) for trial in result.trials), default=0)
     for trial in result.trials:
-        line = f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  {_format_difference(trial.difference)}"
+        line = f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  "
+        line += _format_difference(trial.difference)
         click.echo(line + ("  prevents it" if trial.prevents else ""))
     if result.cause is None:
         click.echo(f"no cause found: {result.reason}")
