@@ -128,7 +128,7 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
     while True:
-        tmp_path = _temporary_path(path, "part")
+        tmp_path = path.with_name(f".{path.name[:NAME_CHARS]}.{secrets.token_hex(8)}.part")
         if folder:
             tmp_path.mkdir()
             fd = os.open(tmp_path, os.O_RDONLY)
@@ -179,10 +179,6 @@ def _sweep(path: Path) -> None:
                 remove(leftover)
             else:
                 leftover.rename(path)
-
-
-def _temporary_path(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name[:NAME_CHARS]}.{secrets.token_hex(8)}.{kind}")
 
 
 def remove(path: Path) -> None:

@@ -60,8 +60,8 @@ def scheduler_address(folder: Path) -> str:
 
 def _configuration(folder: Path, scheduler: str) -> bytes:
     """Return Dask's settings as YAML. Scheduler, workers and clients use the same certificate."""
-    pair = [f"cert: {folder / CERTIFICATE}", f"key: {folder / KEY}"]
-    roles = [line for role in ("scheduler", "worker", "client") for line in (f"      {role}:", *_indented(pair, 8))]
+    pair = (f"        cert: {folder / CERTIFICATE}", f"        key: {folder / KEY}")
+    roles = [line for role in ("scheduler", "worker", "client") for line in (f"      {role}:", *pair)]
     lines = [
         f"scheduler-address: {scheduler}",
         "distributed:",
@@ -73,10 +73,6 @@ def _configuration(folder: Path, scheduler: str) -> bytes:
         *roles,
     ]
     return "\n".join([*lines, ""]).encode()
-
-
-def _indented(lines: Sequence[str], spaces: int) -> list[str]:
-    return [" " * spaces + line for line in lines]
 
 
 def _create_files(hosts: Sequence[str]) -> Mapping[str, bytes]:

@@ -91,10 +91,7 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
                 _branch(r), _text(r, "where"), _text(r, "sort", "-step"), _int(r, "page", 1)
             ),
         ),
-        api_route(
-            "excerpts",
-            lambda r: run_api.excerpts(_branch(r), _ints(r, "ids")),
-        ),
+        api_route("excerpts", lambda r: run_api.excerpts(_branch(r), _ids(r))),
         api_route(
             "distribution", lambda r: run_api.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
         ),
@@ -146,8 +143,8 @@ def _int(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
-def _ints(request: Request, name: str) -> list[int]:
-    return [int(text) for text in re.findall(r"\d{1,18}", _text(request, name))]
+def _ids(request: Request) -> list[int]:
+    return [int(text) for text in re.findall(r"\d{1,18}", _text(request, "ids"))]
 
 
 def _float(request: Request, name: str, default: float) -> float:

@@ -283,13 +283,11 @@ def _read_tokens(
         raise StoreError(error)
     digests = {step: digest for result in results for step, digest in result.digests.items()}
     if divided_steps := step_rows.keys() - digests.keys():  # rows of them are not where their step was committed
-        start, stop = (
-            min(step_rows[step][0] for step in divided_steps),
-            max(step_rows[step][1] for step in divided_steps),
+        starts_of_steps, stops = zip(*(step_rows[step] for step in divided_steps), strict=True)
+        rows = RowRange(
+            start=min(starts_of_steps), stop=max(stops), steps=frozenset(divided_steps), max_tokens=max_tokens
         )
-        digests |= hash_batches(
-            store, RowRange(start=start, stop=stop, steps=frozenset(divided_steps), max_tokens=max_tokens)
-        )
+        digests |= hash_batches(store, rows)
     return [finding for result in results for finding in result.findings], digests
 
 

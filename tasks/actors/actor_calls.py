@@ -138,13 +138,9 @@ async def _send(actor: Actor | RemoteActor, method: str, pickled_args: bytes) ->
 def _start_call(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     """Start a call that is not cancelled with its caller, since cancelling would wait for the other process, which may
     be stopped."""
-
-    def retrieve_exception(task: asyncio.Task[Any]) -> None:
-        if not task.cancelled():
-            task.exception()  # marks it as retrieved; a waiting caller raises it
-
     task = asyncio.ensure_future(coroutine)
-    task.add_done_callback(retrieve_exception)
+    # Marks its error as retrieved; a waiting caller raises it.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return task
 
 

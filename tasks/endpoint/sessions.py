@@ -44,7 +44,8 @@ class _PendingRequest:
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
         self.reply: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
-        self.reply.add_done_callback(_consume_error)
+        # Reads the error of a reply that nobody awaits, so that asyncio does not log it.
+        self.reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,9 +337,3 @@ def _is_same_turn(first: ChatRequest, second: ChatRequest) -> bool:
 
 def _failed(pending: _PendingRequest) -> bool:
     return pending.reply.done() and pending.reply.exception() is not None
-
-
-def _consume_error(reply: asyncio.Future[TurnReply]) -> None:
-    """Read the error of a reply that nobody awaits, so that asyncio does not log it."""
-    if not reply.cancelled():
-        reply.exception()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -140,10 +141,12 @@ class RowCache(Cache):
         if rows == self._loaded_rows:
             return
         for index, row in enumerate(self._loaded_rows):
-            row.states = [_slice_states(self.layers[i], slice(index, index + 1)) for i in self._recurrent_layers]
+            rows_slice = slice(index, index + 1)
+            row.states = [_map_states(itemgetter(rows_slice), self.layers[i]) for i in self._recurrent_layers]
         for number, i in enumerate(self._recurrent_layers):
             if rows and rows[0].states is not None:
-                self.layers[i] = _concatenate_states([row.states[number] for row in rows if row.states is not None])
+                row_states = (row.states[number] for row in rows if row.states is not None)
+                self.layers[i] = _map_states(lambda *states: torch.cat(states), *row_states)
             else:
                 self.layers[i] = _clear_states(self.layers[i])
         self._loaded_rows = rows
@@ -167,16 +170,6 @@ def _clear_states(layer: Any) -> Any:
     clone = copy.copy(layer)
     LinearAttentionLayer.__init__(clone, number_of_states=layer.number_of_states)
     return clone
-
-
-def _slice_states(layer: Any, rows: slice) -> Any:
-    """A copy of a layer with views of the states of some rows."""
-    return _map_states(lambda states: states[rows], layer)
-
-
-def _concatenate_states(layers: list[Any]) -> Any:
-    """A copy of the first layer with the concatenated states of all of them."""
-    return _map_states(lambda *states: torch.cat(states), *layers)
 
 
 def _map_states(function: Callable[..., torch.Tensor], *layers: Any) -> Any:

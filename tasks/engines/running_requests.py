@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -264,9 +264,8 @@ class StopChecks:
     """Creates the StopCheck of each request, and loads the tokenizer for the first request with stop strings. model:
     folder or hub name."""
 
-    def __init__(self, model: str, load: Callable[[str], Detokenizer] | None = None) -> None:
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._load = load or _load_detokenizer
         self._detokenizer: Detokenizer | None = None
         self._load_lock = threading.Lock()
 
@@ -274,7 +273,8 @@ class StopChecks:
         """Load the tokenizer if these requests need it; call it before locking. Raises ConfigError if that fails."""
         if self._detokenizer is None and any(request.stop.strings for request in requests):
             with self._load_lock:
-                self._detokenizer = self._detokenizer or self._load(self._model)
+                if self._detokenizer is None:  # from tokenizer.json if that decodes equally, which is faster
+                    self._detokenizer = load_detokenizer(Path(self._model)) or load_chat_tokenizer(self._model)
 
     def make_check(self, request: Request) -> StopCheck | None:
         """Create the check for a request; None if it has no stop strings."""
@@ -284,8 +284,3 @@ class StopChecks:
         assert self._detokenizer is not None
         turn_tokens = request.tokens[len(request.tokens) - request.num_turn_tokens :]
         return StopCheck(self._detokenizer, request.stop.strings, turn_tokens)
-
-
-def _load_detokenizer(model: str) -> Detokenizer:
-    """Load a model's tokenizer: from tokenizer.json if that decodes equally, which is faster."""
-    return load_detokenizer(Path(model)) or load_chat_tokenizer(model)

@@ -169,12 +169,11 @@ def _parse_reward(line: str) -> Any:
 
 
 class AgentEnvironment:
-    """An environment whose episodes run an agent. server: the endpoint; by default one is started with the first
-    episode."""
+    """An environment whose episodes run an agent. Its endpoint is started with the first episode."""
 
-    def __init__(self, agent: LoadedAgent, settings: EndpointSettings, server: EndpointServer | None = None) -> None:
+    def __init__(self, agent: LoadedAgent, settings: EndpointSettings) -> None:
         self._agent, self._settings = agent, settings
-        self._server = server
+        self._server: EndpointServer | None = None
 
     def episode(self, start: EpisodeStart) -> AgentEpisode:
         if self._server is None:

@@ -361,7 +361,8 @@ class EpisodeHost:
         finally:
             if not task.done():
                 task.cancel()
-            task.add_done_callback(_retrieve_exception)
+            # Reads the error of a task that is not awaited any longer, so that asyncio does not log it.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not task.done():
             knob = "step_timeout_s" if self._limits.step_timeout_s <= remaining_s else "episode_timeout_s"
             limit = getattr(self._limits, knob)
@@ -420,9 +421,3 @@ _NOT_REPRODUCIBLE = "two resets with the same seed differ; seed all random numbe
 
 def _error_result(error: str) -> HostedStepResult:
     return HostedStepResult(ended=True, error=" ".join(printable(error, MAX_REASON_CHARS).split()))
-
-
-def _retrieve_exception(task: asyncio.Task[Any]) -> None:
-    """Read the error of a task that is not awaited any longer, so that asyncio does not log it."""
-    if not task.cancelled():
-        task.exception()

@@ -314,14 +314,9 @@ class MixedPrompts:
     """Prompts of several task sources, each with its own template and limits. A prompt that is held out of one source
     is not trained on in any other."""
 
-    def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
-        """tokenizer: the model's tokenizer; loaded by default."""
-        if tokenizer is None:
-            tokenizer = (
-                RandomTexts(settings.tokenizer)
-                if settings.random_responses
-                else load_chat_tokenizer(settings.tokenizer)
-            )
+    def __init__(self, settings: PromptSettings) -> None:
+        make_tokenizer = RandomTexts if settings.random_responses else load_chat_tokenizer
+        tokenizer: ChatTokenizer = make_tokenizer(settings.tokenizer)
         self._names = [source.name for source in settings.sources]
         self.prompts_by_source = [
             TokenizedPrompts(settings.for_source(source), tokenizer) for source in settings.sources
