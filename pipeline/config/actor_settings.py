@@ -102,7 +102,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
         return EpisodeSettings(
             source=source_settings(config),
             scoring=scoring_settings(config),
-            environments={name: source_settings(config, task) for name, task in _environments(config).items()},
+            environments={name: source_settings(config, task) for name, task in _environment_sources(config).items()},
         )
     is_episodic = is_environment(config.task.source, "task.source")
     if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != is_episodic:
@@ -150,7 +150,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Settings from which a reward worker or environment host builds the job's reward."""
     from staleflow.tasks.sources.reward_process import ScoringSettings
 
-    environments = _environments(config)
+    environments = _environment_sources(config)
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
@@ -160,7 +160,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     )
 
 
-def _environments(config: RunConfig) -> dict[str, TaskConfig]:
+def _environment_sources(config: RunConfig) -> dict[str, TaskConfig]:
     """Those of several task sources that are environments of many turns. Raises ConfigError."""
     return {
         name: task

@@ -54,7 +54,9 @@ def cost_while_drafting(cost: CostModel, speculation: Speculation, acceptance: f
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
     """The environments of this job's simulated or emulated episodes."""
     simulation = config.simulation
-    faults = StepFaults(failed=simulation.failed_step_share, hung=simulation.hung_step_share, seed=config.seed)
+    faults = StepFaults(
+        fail_share=simulation.failed_step_share, hang_share=simulation.hung_step_share, seed=config.seed
+    )
     return EmulatedEpisodes(workload, faults)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values, toml_value
+from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import list_files, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
@@ -31,7 +31,7 @@ from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, EnvSpan, Span, Trajectory, TrajectoryId
 
-TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
+MAX_TEXT_CHARACTERS, MAX_PAGE_CHARACTERS = 6_000, 400_000
 """Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
 all of its own."""
 EXCERPT, PROMPT_EXCERPT = 240, 2_000
@@ -49,8 +49,8 @@ class RunApi:
     def __init__(self, reader: RunReader, other: RunReader | None = None) -> None:
         """other: a second run, whose steps and settings are shown beside those of the first."""
         self._reader, self._other = reader, other
-        self._replaying = threading.Lock()
-        self._auditing = threading.Lock()
+        self._replay_lock = threading.Lock()
+        self._audit_lock = threading.Lock()
 
     def run(self, branch: str) -> dict[str, Any]:
         """Facts about the run as a whole."""
@@ -75,7 +75,7 @@ class RunApi:
             "branches": [MAIN, *sorted(snapshot.store.branches())] if snapshot else [MAIN],
             "ended": {in_words(key): count for key, count in num_ended.items()},
             "in_flight": snapshot.records[-1].ledger.num_live if snapshot and snapshot.records else 0,
-            "evaluations": [_shown(evaluation) for evaluation in evaluations],
+            "evaluations": [_evaluation_values(evaluation) for evaluation in evaluations],
             "notes": [
                 *summary_notes(summary),
                 *_source_lines(config, snapshot),
@@ -91,7 +91,7 @@ class RunApi:
         if other:
             snapshot = self._other.read_snapshot() if self._other else None
             return series(snapshot.records if snapshot else (), max(0, first))
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         return {
             "snapshot": snapshot.store.snapshot,
             "state": self._reader.state(),
@@ -108,7 +108,9 @@ class RunApi:
                     "key": key,
                     "value": toml_value(rows[key].value) if key in rows else None,
                     "other": toml_value(others[key].value) if key in others else None,
-                    "default": _default(rows.get(key) or others[key]),
+                    "default": None
+                    if (default := (rows.get(key) or others[key]).default) is None
+                    else toml_value(default),
                     "doc": (rows.get(key) or others[key]).doc,
                 }
                 for key in {**rows, **others}
@@ -128,19 +130,19 @@ class RunApi:
 
     def audit(self) -> dict[str, Any]:
         """Audit the stored main branch of the run. One audit runs at a time."""
-        snapshot = self._need(MAIN)
+        snapshot = self._require_snapshot(MAIN)
         if snapshot.store.summary().num_tokens > AUDITED_TOKENS:
             raise ConfigError(
                 f"the store has more tokens than a page audits ({AUDITED_TOKENS:,}); use staleflow store audit "
                 f"{self._reader.run_dir}"
             )
-        with self._auditing:
+        with self._audit_lock:
             report = audit(snapshot.store)
         return {"verdict": report.verdict, "proves": report.proves, "lines": report.lines}
 
     def groups(self, branch: str, step: int, where: str, order: str, page: int) -> dict[str, Any]:
         """A page of the groups a step trained on, with all their members."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         record = next((r for r in snapshot.steps if r.step == step), None)
         if record is None:
             raise ConfigError(f"step {step} is not stored; there are {len(snapshot.steps)} steps, counted from 0")
@@ -148,7 +150,7 @@ class RunApi:
         return {
             "step": step,
             "num_steps": len(snapshot.steps),
-            "metrics": plain(record.metrics),
+            "metrics": _json_values(record.metrics),
             "page": page_of_rows.page,
             "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
@@ -159,21 +161,21 @@ class RunApi:
     def batch(self, branch: str, step: int) -> dict[str, Any]:
         """A step's whole batch with a value per trajectory: reward, length, staleness, and its phases from the
         journal."""
-        columns = self._need(branch).columns
+        columns = self._require_snapshot(branch).columns
         positions = listing.batch_of_step(columns, step)
         names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
         ids = columns["trajectory"][positions].tolist()
         with self._reader.journal() as journal:
-            lives, read_share = journal.lives(ids), journal.read_share
+            lives, read_share = journal.phase_intervals(ids), journal.read_share
         return {
             "read_share": read_share,
             "lives": [[[round(a, 4), round(b, 4), phase, v] for a, b, phase, v in life] for life in lives],
-            **{name: [_plain(value) for value in columns[name][positions].tolist()] for name in names},
+            **{name: [_json_value(value) for value in columns[name][positions].tolist()] for name in names},
         }
 
     def group(self, branch: str, group: int) -> dict[str, Any]:
         """One group with all its members."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         if not (snapshot.columns["group"] == group).any():
             raise ConfigError(f"no stored group {group}")
         return {"note": self._reader.token_ids_note, "groups": self._groups(snapshot, np.asarray([group]), "")}
@@ -183,7 +185,7 @@ class RunApi:
         positions_by_group = listing.members(snapshot.columns, ids)
         all_positions = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
         rows = dict(zip(all_positions, snapshot.store.at_positions(all_positions), strict=True))
-        limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(rows))))
+        limit = min(MAX_TEXT_CHARACTERS, max(EXCERPT, MAX_PAGE_CHARACTERS // max(1, len(rows))))
         groups = []
         for id, positions in positions_by_group.items():
             page_rows = [rows[position] for position in positions.tolist()]
@@ -192,8 +194,10 @@ class RunApi:
             groups.append(
                 {
                     "group": id,
-                    "prompt": self._reader.detokenizer.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
-                    "prompt_cut": len(prompt) > TEXT_SHOWN,
+                    "prompt": self._reader.detokenizer.text(prompt[: MAX_TEXT_CHARACTERS + 1], special=True)[
+                        :MAX_TEXT_CHARACTERS
+                    ],
+                    "prompt_cut": len(prompt) > MAX_TEXT_CHARACTERS,
                     "members": [
                         {**self._member(row, limit), "matches": bool(matching_mask[position])}
                         for position, row in zip(positions.tolist(), page_rows, strict=True)
@@ -209,7 +213,7 @@ class RunApi:
         # Decoding stops soon after the limit: a token is rarely less than a character.
         text = self._reader.detokenizer.text(t.response_tokens[: limit + 1].tolist(), special=True)
         return {
-            **plain(make_facts(row)),
+            **_json_values(make_facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
             "messages": self._messages_of(t, limit) if t.has_env_steps else [],
@@ -218,7 +222,7 @@ class RunApi:
             "error": t.error,
             "text": text[:limit],
             "cut": len(text) > limit or t.num_tokens > limit + 1,
-            "segments": [_plain_span(span) for span in t.spans],
+            "segments": [_span_values(span) for span in t.spans],
         }
 
     def _messages_of(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
@@ -235,7 +239,7 @@ class RunApi:
 
     def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
         """A page of trajectories, as values of columns."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         page_of_rows = listing.trajectories(snapshot.columns, where, sort, page)
         columns = {name: column[page_of_rows.items].tolist() for name, column in snapshot.columns.items()}
         return {
@@ -243,13 +247,13 @@ class RunApi:
             "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
             "stored": len(snapshot.columns["trajectory"]),
-            "columns": {name: [_plain(value) for value in values] for name, values in columns.items()},
+            "columns": {name: [_json_value(value) for value in values] for name, values in columns.items()},
             "names": {name: column.dtype.kind for name, column in snapshot.columns.items()},
         }
 
     def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
         """The beginnings of some trajectories' prompts and responses, by id."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         positions = sorted(snapshot.position(id) for id in ids[: listing.ROWS_PER_PAGE])  # near ones are read together
         texts_by_trajectory = {}
         for row in snapshot.store.at_positions(positions):
@@ -266,7 +270,7 @@ class RunApi:
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
         """Histograms of a column over the selected trajectories, trained and dropped, and how these differ in the whole
         run."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         columns = snapshot.columns
         return {
             **listing.distribution(columns, where, column),
@@ -276,7 +280,7 @@ class RunApi:
 
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
         """One trajectory with its tokens, the ids of its group's other members, and its marks in the journal."""
-        snapshot = self._need(branch)
+        snapshot = self._require_snapshot(branch)
         position = snapshot.position(id)
         (row,) = snapshot.store.at_positions([position])
         columns = snapshot.columns
@@ -284,7 +288,7 @@ class RunApi:
         around = {
             "note": self._reader.token_ids_note,
             "siblings": [
-                {"trajectory": int(columns["trajectory"][i]), "reward": _plain(float(columns["reward"][i]))}
+                {"trajectory": int(columns["trajectory"][i]), "reward": _json_value(float(columns["reward"][i]))}
                 for i in siblings.tolist()
             ],
         }
@@ -293,23 +297,23 @@ class RunApi:
         view = make_trajectory_view(row, self._reader.detokenizer, snapshot.store.recomputed_logprobs(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share
-        ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
+        ratios = [None if t.ratio is None else _json_value(round(t.ratio, 5)) for t in view.tokens]
         return {
             **around,
             **self._member(row, 0),
             "message_spans": [asdict(span) for span in view.message_spans],
-            "facts": plain(view.facts),
+            "facts": _json_values(view.facts),
             "prompt": view.prompt,
             "text": view.response,
             "tokens": {
                 "text": [t.text for t in view.tokens],
                 "id": [t.id for t in view.tokens],
                 "version": [t.version for t in view.tokens],
-                "logprob": [_plain(round(t.logprob, 5)) for t in view.tokens],
+                "logprob": [_json_value(round(t.logprob, 5)) for t in view.tokens],
                 "ratio": ratios if any(ratio is not None for ratio in ratios) else None,
             },
-            "reward_parts": plain(view.reward_parts),
-            "timings": plain(view.timings),
+            "reward_parts": _json_values(view.reward_parts),
+            "timings": _json_values(view.timings),
             "story": story,
             "read_share": read_share,
         }
@@ -323,7 +327,7 @@ class RunApi:
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "
                 f"staleflow replay {run_dir} --trajectory {id}"
             )
-        with self._replaying:
+        with self._replay_lock:
             result = replay_run(run_dir, TrajectoryId(id))
         return {"lines": list(result.story), "difference": result.difference}
 
@@ -334,7 +338,7 @@ class RunApi:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """Compare two branches' rewards for the same trajectories, in total and by step."""
-        first_rows, second_rows = self._need(first), self._need(second)
+        first_rows, second_rows = self._require_snapshot(first), self._require_snapshot(second)
         return {
             "first": first,
             "second": second,
@@ -343,7 +347,7 @@ class RunApi:
             "by_step": listing.mean_reward_by_step([first_rows.columns, second_rows.columns]),
         }
 
-    def _need(self, branch: str) -> StoredSnapshot:
+    def _require_snapshot(self, branch: str) -> StoredSnapshot:
         snapshot = self._reader.read_snapshot(branch)
         if snapshot is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
@@ -355,12 +359,7 @@ def _other_name(config: RunConfig, other: RunReader) -> str:
     return other.config.name if other.config.name != config.name else str(other.run_dir)
 
 
-def _default(row: ExplainedValue) -> str | None:
-    """A setting's default as TOML; None if it has none."""
-    return None if row.default is None else toml_value(row.default)
-
-
-def _shown(evaluation: Evaluation) -> dict[str, Any]:
+def _evaluation_values(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation in values, and as the lines that people read."""
     values = asdict(evaluation)
     for hidden in ("reward", "data", "template", "figures"):
@@ -369,7 +368,7 @@ def _shown(evaluation: Evaluation) -> dict[str, Any]:
     return values | means | {"lines": evaluation.figures.lines(evaluation.samples)}
 
 
-def _plain_span(span: Span) -> list[Any]:
+def _span_values(span: Span) -> list[Any]:
     """[version, instance, tokens] of a segment; [NO_VERSION, role, tokens, seconds] of given tokens."""
     if isinstance(span, EnvSpan):
         return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]
@@ -403,10 +402,10 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def plain(values: Any) -> dict[str, Any]:
+def _json_values(values: Any) -> dict[str, Any]:
     """Convert values for JSON. Numbers that are not finite become text."""
-    return {name: _plain(value) for name, value in values.items()}
+    return {name: _json_value(value) for name, value in values.items()}
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

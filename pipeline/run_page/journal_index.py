@@ -352,7 +352,7 @@ class JournalIndex:
             marks[self._ids[i]].append(i)
         return marks
 
-    def lives(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
+    def phase_intervals(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
         """The phases of each of these trajectories: (begin, end in seconds, phase, version that samples; -1 in other
         phases). A sampling phase is split where the instance changed its version. The phase that has not ended is left
         out."""

@@ -133,7 +133,7 @@ def recompute(
             for start, stop in pool.blocks(count, MODEL_ROWS)
             if mask[start:stop].any()
         )
-        for block in pool.run(read_rows, calls, model=True):
+        for block in pool.run(compute_block, calls, model=True):
             sums[block.start : block.start + len(block.sums)] = block.sums
             errors |= block.errors
             for offset, logprobs in block.logprobs:
@@ -270,7 +270,7 @@ class LogprobBlock:
     logprobs: list[tuple[int, npt.NDArray[np.float32]]]
 
 
-def read_rows(
+def compute_block(
     settings: LogprobSettings,
     path: str,
     snapshot: str,
@@ -309,12 +309,12 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
     from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row
 
-    packed_rows = [Row.of(row) for row in rows]
-    sequences = BranchSequences.of(packed_rows)
+    training_rows = [Row.of(row) for row in rows]
+    sequences = BranchSequences.of(training_rows)
     with _model_lock:
         values = _logprob_model(settings).row_logprobs(sequences.rows, range(len(sequences.rows)))
-    by_row = sequences.merge_by_row(packed_rows, values)
-    return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed_rows)]
+    by_row = sequences.merge_by_row(training_rows, values)
+    return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(training_rows)]
 
 
 def _compute_sums(

@@ -19,18 +19,18 @@ ATTEMPT_STRIDE = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFaults:
-    """Random faults of environment steps. failed, hung: shares of steps that fail, and that hang."""
+    """Random faults of environment steps. fail_share, hang_share: shares of steps that fail, and that hang."""
 
-    failed: float = 0.0
-    hung: float = 0.0
+    fail_share: float = 0.0
+    hang_share: float = 0.0
     seed: int = 0
 
     def draw(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
         """Draw whether a step fails, and whether it hangs. attempt: number of earlier attempts at the episode."""
-        if not self.failed and not self.hung:
+        if not self.fail_share and not self.hang_share:
             return False, False
         fails, hangs = generator(self.seed, Stream.FAULTS, 1, group, member, attempt, turn).random(2)
-        return bool(fails < self.failed), bool(hangs < self.hung)
+        return bool(fails < self.fail_share), bool(hangs < self.hang_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class EndpointServer:
         self._served_policy = served_policy
         self._sampling_rule = SamplingRule(settings.config.sampling) if served_policy is None else SamplingRule.OBEY
         self._metrics = EndpointMetrics()
-        self.sessions = Sessions(branches=settings.config.changed_past == "branch")
+        self.sessions = Sessions(allows_branches=settings.config.changed_past == "branch")
         self._num_in_flight = 0
         self._read_slots = asyncio.Semaphore(settings.config.max_requests)
         self._is_stopping = False

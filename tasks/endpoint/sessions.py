@@ -58,13 +58,13 @@ class _AnsweredTurn:
 
 
 class AgentSession:
-    """One agent's conversation with the policy. Use from one event loop. branches: whether a request that changes
-    earlier messages starts a context branch; otherwise it is refused."""
+    """One agent's conversation with the policy. Use from one event loop. allows_branches: whether a request that
+    changes earlier messages starts a context branch; otherwise it is refused."""
 
-    def __init__(self, id: str, secret: str, *, branches: bool = True) -> None:
+    def __init__(self, id: str, secret: str, *, allows_branches: bool = True) -> None:
         self.id = id
         self._secret = secret
-        self._branches = branches
+        self._allows_branches = allows_branches
         self._turns: list[_AnsweredTurn] = []
         """All turns that the agent has received, in order."""
         self._last_main_turn = 0
@@ -106,7 +106,7 @@ class AgentSession:
                 return await asyncio.shield(pending.reply)
         if self._refusal is not None:
             raise self._refusal
-        if not self._branches and latest_request is not None and not latest_request.reply.done():
+        if not self._allows_branches and latest_request is not None and not latest_request.reply.done():
             raise RequestError(
                 400,
                 "another request of this session waits for its turn; the turns are one conversation, so send requests "
@@ -147,7 +147,7 @@ class AgentSession:
         if request.auxiliary:
             return self._branch_messages(request)
         if reason := self._find_mismatch(request):
-            if self._branches:
+            if self._allows_branches:
                 return self._branch_messages(request)
             raise _changed_past_error(reason)
         if self._last_main_turn < len(self._turns):
@@ -258,10 +258,10 @@ class AgentSession:
 
 
 class Sessions:
-    """All sessions of an endpoint, by key. branches: see AgentSession. now: returns seconds of any clock."""
+    """All sessions of an endpoint, by key. allows_branches: see AgentSession. now: returns seconds of any clock."""
 
-    def __init__(self, *, branches: bool = True, now: Callable[[], float] = time.monotonic) -> None:
-        self._branches = branches
+    def __init__(self, *, allows_branches: bool = True, now: Callable[[], float] = time.monotonic) -> None:
+        self._allows_branches = allows_branches
         self._now = now
         self._predecessor_keys_until = -math.inf
         self._open: dict[str, AgentSession] = {}
@@ -273,7 +273,7 @@ class Sessions:
 
     def open(self) -> AgentSession:
         """Open a session with a random key."""
-        session = AgentSession(secrets.token_hex(8), secrets.token_urlsafe(24), branches=self._branches)
+        session = AgentSession(secrets.token_hex(8), secrets.token_urlsafe(24), allows_branches=self._allows_branches)
         self._open[session.id] = session
         return session
 

@@ -168,8 +168,8 @@ class TransformersEngine(EngineThread):
         )
         self._scheduler.add(row)
 
-    def _remove(self, has_stopped: Sequence[RunningRequest]) -> None:
-        for running in has_stopped:
+    def _remove(self, requests: Sequence[RunningRequest]) -> None:
+        for running in requests:
             self._scheduler.remove(self._rows[running.key])
 
     def _drop_request(self, running: RunningRequest) -> None:

@@ -104,26 +104,26 @@ class CoroutineEpisodeBase:
     runner: ClassVar[str]
 
     def __init__(self) -> None:
-        self._running: asyncio.Future[Any] | None = None
+        self._running_coroutine: asyncio.Future[Any] | None = None
 
     def _run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
         """Start the coroutine function."""
-        self._running = asyncio.ensure_future(without_exit(self.runner, function, *args))
+        self._running_coroutine = asyncio.ensure_future(without_exit(self.runner, function, *args))
 
     async def _next_request(self, request: asyncio.Future[T]) -> T | EnvStepResult:
         """Wait for the coroutine's next request, or for its end. Raises EpisodeFailed."""
-        assert self._running is not None
-        await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
-        return self._end() if self._running.done() else request.result()
+        assert self._running_coroutine is not None
+        await asyncio.wait({request, self._running_coroutine}, return_when=asyncio.FIRST_COMPLETED)
+        return self._end() if self._running_coroutine.done() else request.result()
 
     def _end(self) -> EnvStepResult:
         """Return the reward of a coroutine that has ended. Raises EpisodeFailed."""
-        assert self._running is not None
-        if self._running.cancelled():
+        assert self._running_coroutine is not None
+        if self._running_coroutine.cancelled():
             raise EpisodeFailed(f"{self.runner} was cancelled")
-        error = self._running.exception()
+        error = self._running_coroutine.exception()
         if error is None:
-            return final_result(self._running.result(), label=f"what {self.runner} returned")
+            return final_result(self._running_coroutine.result(), label=f"what {self.runner} returned")
         if (result := self._result_after(error)) is not None:
             return result
         if isinstance(error, EpisodeFailed):
@@ -138,8 +138,8 @@ class CoroutineEpisodeBase:
         self.kill()
 
     def kill(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+        if self._running_coroutine is not None:
+            self._running_coroutine.cancel()
 
 
 class CoroutineEpisode(CoroutineEpisodeBase):

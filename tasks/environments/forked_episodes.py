@@ -157,17 +157,19 @@ class ForkServer:
                 error_text = read_value(local)
             except TimeoutError as error:
                 self._reset()
-                raise ConfigError(f"{self._where}: loading it took longer than {LOAD_S:g} s") from error
+                raise ConfigError(f"{self._setting}: loading it took longer than {LOAD_S:g} s") from error
             except (OSError, EOFError) as error:
                 self._reset()
-                raise ConfigError(f"{self._where}: its process ended while loading it; see its output above") from error
+                raise ConfigError(
+                    f"{self._setting}: its process ended while loading it; see its output above"
+                ) from error
             if error_text:
                 self._reset()
                 raise ConfigError(error_text)
         return self._control
 
     @property
-    def _where(self) -> str:
+    def _setting(self) -> str:
         return f"{self.settings.key} = {self.settings.source!r}"
 
     def _reset(self) -> None:

@@ -227,10 +227,10 @@ class AgentEpisode(CoroutineEpisodeBase):
 
     async def _end_at(self, limit: str) -> EnvStepResult:
         """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
-        assert self._session is not None and self._running is not None
+        assert self._session is not None and self._running_coroutine is not None
         self._reached_limit = True
         self._session.refuse(RequestError(400, f"the episode reached its limit, {limit}", "context_length_exceeded"))
-        await asyncio.wait({self._running})
+        await asyncio.wait({self._running_coroutine})
         return self._end()
 
     def kill(self) -> None:

@@ -63,7 +63,7 @@ def require_text(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def shown_prompt(prompt: Prompt) -> str:
+def prompt_excerpt(prompt: Prompt) -> str:
     """The beginning of a prompt, or of its last message, on one line for messages."""
     text = prompt if isinstance(prompt, str) else prompt[-1].content
     return f"{text[:60]!r}..."

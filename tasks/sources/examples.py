@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, shown_prompt
+from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, prompt_excerpt
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.dataset_rows import Use
@@ -68,7 +68,7 @@ class Examples:
         answer = task.record.get("answer")
         if not isinstance(answer, str) or not answer.strip():
             raise ConfigError(
-                f"{self._where}: an example has no text as its answer: {shown_prompt(task.prompt)}; name rows with "
+                f"{self._where}: an example has no text as its answer: {prompt_excerpt(task.prompt)}; name rows with "
                 f"answers as {SOURCE_KEY}, and their column as task.columns.answer"
             )
         prompt, response = self._prompts.encode(task), self._prompts.encode_response(answer)

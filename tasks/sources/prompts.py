@@ -26,7 +26,7 @@ from staleflow.tasks.rendering.task_source import (
     distinct_held_out,
     draw_tasks,
     held_out_prompts,
-    shown_prompt,
+    prompt_excerpt,
 )
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
@@ -223,7 +223,7 @@ class TokenizedPrompts:
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {limit_name} of "
                 f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
-                f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
+                f"{prompt_excerpt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
 
@@ -246,7 +246,7 @@ class TokenizedPrompts:
             prompt = prompt[0].content
         if isinstance(prompt, str):
             return self._tokenizer.ids(template.format(prompt=prompt))
-        raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+        raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {prompt_excerpt(prompt)}")
 
     def _fits(self, task: Task) -> bool:
         """Whether a prompt is within `max_prompt_tokens`."""

@@ -49,7 +49,7 @@ def test_a_group_shows_its_messages_with_roles_up_to_the_limit(run: StoredRun, m
     ]  # fmt: skip
     from staleflow.pipeline.run_page import api
 
-    monkeypatch.setattr(api, "TEXT_SHOWN", 6)
+    monkeypatch.setattr(api, "MAX_TEXT_CHARACTERS", 6)
     monkeypatch.setattr(api, "EXCERPT", 6)
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
     assert [(p["role"], p["text"]) for p in group["members"][0]["messages"]] == [

@@ -115,7 +115,7 @@ def test_the_story_of_a_trajectory_is_in_order() -> None:
 
 
 def test_lives_are_split_where_the_version_changed() -> None:
-    assert index(*LIFE).lives([7, 6, 99]) == [
+    assert index(*LIFE).phase_intervals([7, 6, 99]) == [
         [(1.0, 1.0, "waiting", -1), (1.0, 6.0, "sampling", 0), (6.0, 7.0, "scoring", -1), (7.0, 7.0, "ready", -1)],
         [
             (1.0, 1.0, "waiting", -1), (1.0, 2.0, "sampling", 0), (2.0, 2.0, "waiting", -1), (2.0, 3.0, "sampling", 0),

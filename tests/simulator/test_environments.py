@@ -132,12 +132,12 @@ def test_only_a_failed_or_hung_episode_is_restarted() -> None:
 
 
 def test_step_faults_depend_on_task_and_attempt_only() -> None:
-    answers = [EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3)).env_step(g, 0, 0) for g in range(400)]
+    answers = [EmulatedEpisodes(PLAIN, StepFaults(fail_share=0.5, seed=3)).env_step(g, 0, 0) for g in range(400)]
     assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
-    again = EmulatedEpisodes(PLAIN, StepFaults(failed=0.5, seed=3))
+    again = EmulatedEpisodes(PLAIN, StepFaults(fail_share=0.5, seed=3))
     assert [again.env_step(g, 0, 0) for g in range(400)] == answers
     assert [again.env_step(g, 0, 0, attempt=1) for g in range(400)] != answers
-    assert EmulatedEpisodes(PLAIN, StepFaults(hung=1.0)).env_step(0, 0, 0).seconds == math.inf
+    assert EmulatedEpisodes(PLAIN, StepFaults(hang_share=1.0)).env_step(0, 0, 0).seconds == math.inf
 
 
 @pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [

@@ -160,7 +160,7 @@ def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatc
     )
     (new,) = logprob_recompute.response_logprobs(settings, [row])
     assert (new[~row.trajectory.sampled] == 0).all()
-    result = logprob_recompute.read_rows(
+    result = logprob_recompute.compute_block(
         settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep_logprobs=True
     )
     sums = dict(zip(logprob_recompute.SUMS, result.sums[0].tolist(), strict=True))
