@@ -142,12 +142,13 @@ def main() -> None:
 
 
 def _strategy(name: str, runs: list[SimulationStats], base: float) -> dict[str, Any]:
-    truncated = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in runs) if "truncated" in name else 0.0
+    truncated = [m.commands.get("Interrupt", 0) / m.endings["consumed"] for m in runs if "truncated" in name]
     return {
         "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,
         "of_roofline": mean(m.share_of_bound for m in runs),
         "reprefilled": mean(m.reprefilled_tokens / m.sampled_tokens for m in runs),
-        "discarded": mean(m.dropped / (m.dropped + m.ended["consumed"]) for m in runs), "truncated": truncated,
+        "discarded": mean(m.num_dropped / (m.num_dropped + m.endings["consumed"]) for m in runs),
+        "truncated": mean(truncated or [0.0]),
     }  # fmt: skip
 
 

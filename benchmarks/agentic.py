@@ -116,7 +116,7 @@ def redundancy(failing: str, groups: int, members: int, steps: int) -> dict[str,
     return {
         "part": "redundancy", "failing": failing, "groups": groups, "members": members,
         "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.commands["StepEnvironment"],
-        "dismissed": trace.commands.get("CloseEnvironment", 0), "ended": trace.ended,
+        "dismissed": trace.commands.get("CloseEnvironment", 0), "ended": trace.endings,
     }  # fmt: skip
 
 
@@ -174,11 +174,11 @@ def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: b
     if rule := RULES.get(system):
         config = with_admission(config, rule)
     m = compute_stats(config, simulated(config))
-    dropped = {reason: n for reason, n in m.ended.items() if reason != "consumed" and not reason.endswith("run_ended")}
+    dropped = {key: n for key, n in m.endings.items() if key != "consumed" and not key.endswith("run_ended")}
     return {
         "part": "asynchronous", "job": name, "system": system, "step_s": m.step_s, "train_s": train_s,
         "bound_kept": m.bound_kept, "staleness": {str(k): n for k, n in m.staleness.items()},
-        "consumed": m.ended["consumed"], "dropped": dropped, "trainer_idle": m.trainer_idle,
+        "consumed": m.endings["consumed"], "dropped": dropped, "trainer_idle": m.trainer_idle,
     }  # fmt: skip
 
 

@@ -213,7 +213,7 @@ class SharedRun:
         if trained and max(trained.values()) > 1:
             self.findings.append("a trajectory was trained on twice")
         for share in self.shares:
-            dropped = {key: n for key, n in share.trace.ended.items() if key not in ("consumed", "aborted:run_ended")}
+            dropped = {key: n for key, n in share.trace.endings.items() if key not in ("consumed", "aborted:run_ended")}
             if dropped:
                 self.findings.append(f"dropped: {dropped}")
 

@@ -215,7 +215,7 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int, seed: in
         "train_s": m.bound.train_s, "work_s": m.bound.work_s, "longest_s": m.bound.longest_s,
         "of_bound": m.share_of_bound,
         "trainer_idle": m.trainer_idle, "rollout_idle": m.rollout_idle,
-        "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.ended,
+        "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.endings,
         "wasted_share": m.wasted_tokens / max(1, m.sampled_tokens), "preemptions": m.preemptions,
         "commands": m.commands, "cpu_s": time.process_time() - begin_s,
     }  # fmt: skip

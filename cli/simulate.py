@@ -117,7 +117,7 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         total = sum(stats.staleness.values()) or 1
         shares = [stats.staleness.get(k, 0) / total for k in range(max(stats.staleness, default=0) + 1)]
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
-        reasons = {r.partition(":")[2]: n for r, n in stats.ended.items() if r != "consumed" and "run_ended" not in r}
+        reasons = {r.partition(":")[2]: n for r, n in stats.endings.items() if r != "consumed" and "run_ended" not in r}
         discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
             label,

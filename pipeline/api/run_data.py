@@ -279,7 +279,7 @@ class RunData:
 
         if self._at_step is not None:
             return VersionedStore.open(self._path / "store", self._at_step)
-        return VersionedStore.pinned(self._path / "store", branch or self._branch)
+        return VersionedStore.open_pinned(self._path / "store", branch or self._branch)
 
     def _detokenizer(self) -> Any:
         from staleflow.pipeline.stored_runs.response_texts import make_fast_detokenizer
@@ -338,7 +338,7 @@ def find_run_folder(source: str | Path) -> Path:
     write_url_file(folder / "store", text)
     try:
         check_endpoint()
-        store = VersionedStore.pinned(folder / "store")
+        store = VersionedStore.open_pinned(folder / "store")
     except (StoreError, OSError) as error:
         why = str(error).rpartition(": ")[2]
         raise ConfigError(

@@ -412,7 +412,7 @@ def _has_turns(source: str) -> bool:
         return False
 
 
-DERIVED = (
+DERIVED_VALUES = (
     "has_environment",
     "trajectories_per_step",
     "oversampled_groups",
@@ -426,7 +426,7 @@ DERIVED = (
 def explain(config: RunConfig) -> list[ExplainedValue]:
     """All values with their meaning and limits, then the derived numbers."""
     rows = explain_values(config)
-    for name in DERIVED:
+    for name in DERIVED_VALUES:
         doc = " ".join((getattr(RunConfig, name).__doc__ or "").split()) or f"{name.replace('_', ' ')}"
         rows.append(ExplainedValue(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
     return rows

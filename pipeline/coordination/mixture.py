@@ -48,7 +48,7 @@ class MixtureSource:
 
 @dataclass(slots=True, kw_only=True)
 class _SourceProgress:
-    """A source, its counts and its groups in flight."""
+    """Progress of a source: its counts and its groups in flight."""
 
     source: MixtureSource
     target_share: float
@@ -127,7 +127,7 @@ class Mixture:
 
     def __init__(self, sources: Sequence[MixtureSource], seed: int) -> None:
         ratio_sum = sum(source.ratio for source in sources)
-        self._sources = [_SourceProgress(source=source, target_share=source.ratio / ratio_sum) for source in sources]
+        self._progress = [_SourceProgress(source=source, target_share=source.ratio / ratio_sum) for source in sources]
         self._seed = seed
         self._progress_by_group: dict[GroupId, _SourceProgress] = {}
         self._notices: list[str] = []
@@ -137,7 +137,7 @@ class Mixture:
     @property
     def states(self) -> tuple[SourceState, ...]:
         """State of each source, as it is stored. Prompts that were requested and have not arrived are not included."""
-        return tuple(_copy(s.state) for s in self._sources)
+        return tuple(_copy(s.state) for s in self._progress)
 
     @property
     def tasks_in_flight(self) -> tuple[tuple[int, int, int], ...]:
@@ -145,25 +145,25 @@ class Mixture:
         return tuple(
             sorted(
                 (int(g), number, task)
-                for number, s in enumerate(self._sources)
+                for number, s in enumerate(self._progress)
                 for g, task in s.tasks_in_flight.items()
             )
         )
 
     def counts(self) -> tuple[SourceCounts, ...]:
         """Each source's counts."""
-        return count_by_source({s.source.name: s.target_share for s in self._sources}, self.states)
+        return count_by_source({s.source.name: s.target_share for s in self._progress}, self.states)
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of each source for a step. Rewards are those since the previous call."""
         metrics: dict[str, float] = {}
-        for source, counts in zip(self._sources, self.counts(), strict=True):
+        for progress, counts in zip(self._progress, self.counts(), strict=True):
             name = f"{SOURCE_PREFIX}{counts.name}/"
-            for metric, rewards in (("reward", source.trained_rewards), ("reward_scored", source.scored_rewards)):
+            for metric, rewards in (("reward", progress.trained_rewards), ("reward_scored", progress.scored_rewards)):
                 if rewards:
                     metrics[name + metric] = sum(rewards) / len(rewards)
             metrics[f"{name}trained_share"], metrics[f"{name}drawn_share"] = counts.trained_share, counts.drawn_share
-            source.scored_rewards, source.trained_rewards = [], []
+            progress.scored_rewards, progress.trained_rewards = [], []
         return metrics
 
     def take_notices(self) -> list[str]:
@@ -180,62 +180,62 @@ class Mixture:
             states: States of the sources when `num_groups` groups had been drawn; empty if none were stored.
             in_flight: The run's groups in flight, some of which may have been drawn later.
         """
-        for source, state in zip(self._sources, states, strict=bool(states)):
-            source.state = _copy(state)
-            if source.is_failing:
-                self._notices.append(f"{_failing_notice(source)}, before the resume")
+        for progress, state in zip(self._progress, states, strict=bool(states)):
+            progress.state = _copy(state)
+            if progress.is_failing:
+                self._notices.append(f"{_failing_notice(progress)}, before the resume")
         for group in in_flight:
             self.count_arrived(group.group, group.source, group.task)
             if group.group < num_groups:  # the stored state counts it as drawn
-                self._sources[group.source].state.num_drawn -= 1
+                self._progress[group.source].state.num_drawn -= 1
 
     def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Choose the next prompts: (source, task) of each. They count as requested until they arrive."""
         draws = []
         for _ in range(num_groups):
             number = self._choose_source()
-            source = self._sources[number]
-            task = source.source.sampler.choose(
+            progress = self._progress[number]
+            task = progress.source.sampler.choose(
                 Draw(
-                    number=source.state.num_drawn + len(source.requested_tasks),
+                    number=progress.state.num_drawn + len(progress.requested_tasks),
                     seed=self._seed,
                     source=number,
-                    in_flight={*source.tasks_in_flight.values(), *source.requested_tasks},
+                    in_flight={*progress.tasks_in_flight.values(), *progress.requested_tasks},
                 ),
-                source.state.sampler,
+                progress.state.sampler,
             )
-            source.requested_tasks.append(task)
+            progress.requested_tasks.append(task)
             draws.append((number, task))
         return tuple(draws)
 
     def count_arrived(self, group: GroupId, source_number: int, task: int) -> None:
         """Count a group whose prompt has arrived."""
-        source = self._sources[source_number]
-        if task in source.requested_tasks:
-            source.requested_tasks.remove(task)
-        source.tasks_in_flight[group] = task
-        self._progress_by_group[group] = source
-        source.state.num_drawn += 1
+        progress = self._progress[source_number]
+        if task in progress.requested_tasks:
+            progress.requested_tasks.remove(task)
+        progress.tasks_in_flight[group] = task
+        self._progress_by_group[group] = progress
+        progress.state.num_drawn += 1
 
     def record_rewards(self, group: GroupId, rewards: Sequence[float]) -> None:
         """Record the rewards of a complete group, without those that could not be computed."""
         if rewards:
-            source, mean = self._progress_by_group[group], sum(rewards) / len(rewards)
-            source.mean_rewards[group] = mean
-            source.scored_rewards.append(mean)
+            progress, mean = self._progress_by_group[group], sum(rewards) / len(rewards)
+            progress.mean_rewards[group] = mean
+            progress.scored_rewards.append(mean)
 
     def count_trained(self, groups: Iterable[GroupId]) -> None:
         """Count groups as trained on."""
         for group in groups:
             if (reward := self._progress_by_group[group].mean_rewards.get(group)) is not None:
                 self._progress_by_group[group].trained_rewards.append(reward)
-            source = self._remove_group(group)
-            if source.is_failing:
-                self._notices.append(f"task {source.source.name!r}: a group of it was trained on again")
-            source.state.num_trained += 1
-            source.state.usable_share += USABLE_SHARE_WEIGHT * (1 - source.state.usable_share)
-            source.state.num_useless = 0
-            source.state.credit -= 1
+            progress = self._remove_group(group)
+            if progress.is_failing:
+                self._notices.append(f"task {progress.source.name!r}: a group of it was trained on again")
+            progress.state.num_trained += 1
+            progress.state.usable_share += USABLE_SHARE_WEIGHT * (1 - progress.state.usable_share)
+            progress.state.num_useless = 0
+            progress.state.credit -= 1
             self._add_credit()
 
     def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
@@ -243,57 +243,57 @@ class Mixture:
         for group, (fate, reason) in endings.items():
             if group not in self._progress_by_group:  # it was trained on; these are its surplus members
                 continue
-            source = self._remove_group(group)
-            was_failing, is_filtered = source.is_failing, fate is Fate.FILTERED
-            source.state.num_filtered += is_filtered
-            source.state.num_aborted += not is_filtered
-            source.state.usable_share *= 1 - USABLE_SHARE_WEIGHT
-            source.state.num_useless += is_filtered or reason in FAILURES
-            if source.is_failing and not was_failing:
-                self._notices.append(f"{_failing_notice(source)}, the latest for the reason {reason.value}")
+            progress = self._remove_group(group)
+            was_failing, is_filtered = progress.is_failing, fate is Fate.FILTERED
+            progress.state.num_filtered += is_filtered
+            progress.state.num_aborted += not is_filtered
+            progress.state.usable_share *= 1 - USABLE_SHARE_WEIGHT
+            progress.state.num_useless += is_filtered or reason in FAILURES
+            if progress.is_failing and not was_failing:
+                self._notices.append(f"{_failing_notice(progress)}, the latest for the reason {reason.value}")
 
     # -- internal -------------------------------------------------------------------------------------------------
 
     def _choose_source(self) -> int:
         """The number of the source to draw from."""
-        failing_sources = [n for n, s in enumerate(self._sources) if s.is_failing]
-        healthy_sources = [n for n, s in enumerate(self._sources) if not s.is_failing] or failing_sources
-        total_drawn = sum(s.state.num_drawn + len(s.requested_tasks) for s in self._sources)
-        if len(healthy_sources) < len(self._sources) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
+        failing_sources = [n for n, s in enumerate(self._progress) if s.is_failing]
+        healthy_sources = [n for n, s in enumerate(self._progress) if not s.is_failing] or failing_sources
+        total_drawn = sum(s.state.num_drawn + len(s.requested_tasks) for s in self._progress)
+        if len(healthy_sources) < len(self._progress) and total_drawn % PROBE_PERIOD == PROBE_PERIOD - 1:
             return failing_sources[total_drawn // PROBE_PERIOD % len(failing_sources)]
-        healthy_share = sum(self._sources[n].target_share for n in healthy_sources)
-        num_expected = 1 + sum(self._sources[n].expected_trained for n in healthy_sources)
+        healthy_share = sum(self._progress[n].target_share for n in healthy_sources)
+        num_expected = 1 + sum(self._progress[n].expected_trained for n in healthy_sources)
 
         def lag(number: int) -> float:
-            source = self._sources[number]
-            return source.state.credit + source.target_share / healthy_share * num_expected - source.expected_trained
+            s = self._progress[number]
+            return s.state.credit + s.target_share / healthy_share * num_expected - s.expected_trained
 
         return max(healthy_sources, key=lambda number: (lag(number), -number))
 
     def _add_credit(self) -> None:
         """Add the share of one trained group to the credit of each source."""
-        healthy_share = sum(s.target_share for s in self._sources if not s.is_failing)
-        for source in self._sources:
-            if source.is_failing:
-                source.state.credit = min(float(MAX_USELESS_GROUPS), source.state.credit + source.target_share)
+        healthy_share = sum(s.target_share for s in self._progress if not s.is_failing)
+        for progress in self._progress:
+            if progress.is_failing:
+                progress.state.credit = min(float(MAX_USELESS_GROUPS), progress.state.credit + progress.target_share)
             else:
-                source.state.credit += source.target_share / healthy_share
+                progress.state.credit += progress.target_share / healthy_share
 
     def _remove_group(self, group: GroupId) -> _SourceProgress:
         """Remove a group from the groups in flight, and update its sampler. Returns its source."""
-        source = self._progress_by_group.pop(group)
-        task, reward = source.tasks_in_flight.pop(group), source.mean_rewards.pop(group, None)
-        source.source.sampler.learn(task, reward, source.state.sampler)
-        return source
+        progress = self._progress_by_group.pop(group)
+        task, reward = progress.tasks_in_flight.pop(group), progress.mean_rewards.pop(group, None)
+        progress.source.sampler.learn(task, reward, progress.state.sampler)
+        return progress
 
 
 def _copy(state: SourceState) -> SourceState:
     return replace(state, sampler={name: list(numbers) for name, numbers in state.sampler.items()})
 
 
-def _failing_notice(source: _SourceProgress) -> str:
+def _failing_notice(progress: _SourceProgress) -> str:
     """A line that says that a source is failing, and how rarely it is drawn from."""
     return (
-        f"task {source.source.name!r} gets one draw in {PROBE_PERIOD} until one of its groups can be trained on; none "
-        f"of its latest {source.state.num_useless} could be"
+        f"task {progress.source.name!r} gets one draw in {PROBE_PERIOD} until one of its groups can be trained on; "
+        f"none of its latest {progress.state.num_useless} could be"
     )

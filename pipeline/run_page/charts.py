@@ -140,7 +140,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     return {
         "first": first,
         "step": [r.step for r in page_steps],
-        "lines": {name: [finite(step.get(name)) for step in step_metrics] for name in present_names},
+        "lines": {name: [round_finite(step.get(name)) for step in step_metrics] for name in present_names},
         "drops": drops,
     }
 
@@ -154,6 +154,6 @@ def in_words(outcome: str) -> str:
     return outcome.removesuffix(":none").replace(":", ": ").replace("_", " ")
 
 
-def finite(value: float | None) -> float | None:
+def round_finite(value: float | None) -> float | None:
     """Round a value to six digits; None if it is not finite, which JSON cannot express."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

@@ -24,7 +24,7 @@ from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
 from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
-from staleflow.stores.auditing.drop_bias import bias_of
+from staleflow.stores.auditing.drop_bias import compute_bias
 from staleflow.stores.auditing.weight_counts import count_outcomes
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
@@ -79,7 +79,7 @@ class StoredSnapshot:
 
     @cached_property
     def _bias(self) -> list[str]:
-        return bias_of([self._columns]).lines
+        return compute_bias([self._columns]).lines
 
     def position(self, trajectory: int) -> int:
         """Position of a trajectory in the store. Raises ConfigError."""
@@ -102,7 +102,7 @@ class JournalFollower:
     def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
         """Read new lines of the journals, at most about `max_bytes` bytes. A replaced file is read from its beginning:
         a resumed run renames the last part. A part that was compressed has the same contents."""
-        files, inodes, sizes = _listed(journals)
+        files, inodes, sizes = _list_journal_files(journals)
         known = [inode for inode, *_ in self._files]
         is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
         if len(inodes) < len(known) or not is_same_files:
@@ -135,7 +135,7 @@ class JournalFollower:
         return offset - start
 
 
-def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
+def _list_journal_files(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
     """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
     while True:
         files = [(journal, file) for journal in journals for file in list_files(journal)]
@@ -153,7 +153,9 @@ class RunReader:
         require_run(run_dir)
         self.run_dir = run_dir
         self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
-        self._stored: dict[str, StoredSnapshot] = {}
+        """Modification time of config.toml in nanoseconds, and its job."""
+        self._snapshots: dict[str, StoredSnapshot] = {}
+        """The latest snapshots by branch, least recently read first."""
         self._lock = threading.Lock()
         self._journal = JournalFollower(self.config.oversampled_group_size)
         self._journal_lock = threading.Lock()
@@ -175,15 +177,15 @@ class RunReader:
         if not path.exists():
             return None
         with self._lock:
-            store = VersionedStore.pinned(path, branch)
-            before = self._stored.pop(branch, None)
-            if before is None or before.store.snapshot != store.snapshot:
-                known = before.records if before is not None and store.follows(before.store.snapshot) else []
-                before = StoredSnapshot(store, branch, [*known, *store.commits(len(known))])
-            self._stored[branch] = before
-            while len(self._stored) > MAX_CACHED_BRANCHES:
-                del self._stored[next(iter(self._stored))]
-            return before
+            store = VersionedStore.open_pinned(path, branch)
+            snapshot = self._snapshots.pop(branch, None)
+            if snapshot is None or snapshot.store.snapshot != store.snapshot:
+                records = snapshot.records if snapshot is not None and store.follows(snapshot.store.snapshot) else []
+                snapshot = StoredSnapshot(store, branch, [*records, *store.commits(len(records))])
+            self._snapshots[branch] = snapshot
+            while len(self._snapshots) > MAX_CACHED_BRANCHES:
+                del self._snapshots[next(iter(self._snapshots))]
+            return snapshot
 
     @cached_property
     def detokenizer(self) -> Detokenizer:

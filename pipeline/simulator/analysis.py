@@ -43,7 +43,7 @@ class StepTimeBound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationStats:
     """Statistics of a simulated run. The trainer's share is of the measured steps, other shares of all instances' time
-    in the run."""
+    in the run. endings: trajectories by fate and reason. commands, refusals: counts by kind and by reason."""
 
     steps_measured: int
     step_s: float
@@ -60,7 +60,7 @@ class SimulationStats:
     staleness: dict[int, int]
     bound_kept: bool
     """Whether no trajectory was older than the job's eta."""
-    ended: dict[str, int]
+    endings: dict[str, int]
     wasted_tokens: int
     reprefilled_tokens: int
     cached_tokens: int
@@ -72,7 +72,7 @@ class SimulationStats:
     commands: dict[str, int]
     num_events: int
     refusals: dict[str, int]
-    losses: int
+    instance_losses: int
     finished_s: float
     diagnosis: Diagnosis | None
     """Diagnosis of what limits the job; None without steps."""
@@ -83,8 +83,9 @@ class SimulationStats:
         return self.bound.step_s / self.step_s if self.step_s else 0.0
 
     @property
-    def dropped(self) -> int:
-        return sum(n for reason, n in self.ended.items() if reason != "consumed" and not reason.endswith("run_ended"))
+    def num_dropped(self) -> int:
+        """Trajectories that ended before the run did and were not trained on."""
+        return sum(n for reason, n in self.endings.items() if reason != "consumed" and not reason.endswith("run_ended"))
 
 
 def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
@@ -113,7 +114,7 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         pull_share=sum(w.pull_s for w in totals) / alive_s,
         staleness=dict(sorted(staleness.items())),
         bound_kept=max(staleness, default=0) <= config.staleness.eta,
-        ended=trace.ended,
+        endings=trace.endings,
         wasted_tokens=max(0, sampled_tokens - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
         reprefilled_tokens=sum(w.repeated_prefill_tokens for w in totals),
         cached_tokens=sum(w.cached_tokens for w in totals),
@@ -123,7 +124,7 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         commands=trace.commands,
         num_events=trace.num_events,
         refusals=trace.refusals,
-        losses=trace.losses,
+        instance_losses=trace.instance_losses,
         finished_s=trace.finished_s,
         diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), compute_sizes(config)),
     )
@@ -246,11 +247,11 @@ class Trace:
     instances: list[InstanceTrace] = field(default_factory=list)
     commands: dict[str, int] = field(default_factory=dict)
     num_events: int = 0
-    ended: dict[str, int] = field(default_factory=dict)
+    endings: dict[str, int] = field(default_factory=dict)
     """Number of trajectories by fate and reason, over the whole run."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Numbers of proposals that the coordinator refused, by reason."""
-    losses: int = 0
+    instance_losses: int = 0
     """Number of instances that were lost."""
     finished_s: float = 0.0
     evaluations: list[tuple[int, float, bool]] = field(default_factory=list)

@@ -254,7 +254,7 @@ class SimulatedRun:
             case commands.Discard():
                 for ending in command.endings:
                     reason = outcome_key(ending.fate, ending.reason)
-                    self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
+                    self.trace.endings[reason] = self.trace.endings.get(reason, 0) + 1
                     self._tokens.pop(ending.trajectory, None)
                     self._env_tokens.pop(ending.trajectory, None)
                     self._environments.end(ending.trajectory)
@@ -358,7 +358,7 @@ class SimulatedRun:
         )
         self.trace.steps.append(step)
         reason = Fate.CONSUMED.value
-        self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
+        self.trace.endings[reason] = self.trace.endings.get(reason, 0) + len(responses)
         self._schedule(self._now + seconds, lambda: self._publish(command.step + 1))
 
     def _response_cost(self, trajectory: TrajectoryId, tokens: int) -> ResponseCost:
@@ -415,8 +415,8 @@ class SimulatedRun:
             delivered = self._delivered.pop(instance.id, {})
             self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in delivered.items() if t in running}
             self._remove_instance(instance)
-            self.trace.losses += 1
-            attempt = self.trace.losses
+            self.trace.instance_losses += 1
+            attempt = self.trace.instance_losses
             self._handle(events.InstanceLost(instance=instance.id, why="drawn at random"))
             self._schedule(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
         self._schedule(

@@ -120,7 +120,7 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
             f"bisect: task.eval_prompts = {config.task.eval_prompts}: at least {MIN_PROMPTS} held-out prompts are "
             "needed"
         )
-    store = VersionedStore.pinned((run_dir / "store").resolve())
+    store = VersionedStore.open_pinned((run_dir / "store").resolve())
     num_steps = store.summary().num_steps
     if not 0 <= since < at <= num_steps:
         raise ConfigError(f"bisect: versions {since} and {at}: need 0 <= since < at <= {num_steps}, the trained steps")

@@ -94,7 +94,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     if not where.strip():
         raise ConfigError("unlearn: where must say which trajectories to leave out")
     path = (run_dir / "store").resolve()
-    store = VersionedStore.pinned(path)
+    store = VersionedStore.open_pinned(path)
     table = store.table()
     trained_mask, matching_mask = table["fate"] == CONSUMED_CODE, Selection(where).mask(store.columns())
     removed_mask, remaining_mask = trained_mask & matching_mask, trained_mask & ~matching_mask
@@ -124,7 +124,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         start=start,
         reason=reason,
     )
-    snapshot = VersionedStore.pinned(path, branch).snapshot
+    snapshot = VersionedStore.open_pinned(path, branch).snapshot
     return dataclasses.replace(
         plan, branch=branch, snapshot=snapshot, start=start, resume_point=resume_point
     ), unlearning

@@ -128,7 +128,7 @@ def verify_run(
     """
     checkpoint = checkpoint and checkpoint.resolve()
     checkpoint_certificate = None if checkpoint is None else certificate.read(checkpoint)
-    store = VersionedStore.pinned(run_dir / "store")
+    store = VersionedStore.open_pinned(run_dir / "store")
     report({"say": "checking the chain"})
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()

@@ -136,10 +136,10 @@ class DropBias:
 
 def bias_report(store: HasColumns) -> DropBias:
     """Compare the trajectories of a store by outcome. Reads the store in blocks."""
-    return bias_of(_blocks(store))
+    return compute_bias(_blocks(store))
 
 
-def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
+def compute_bias(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
     """Compute `bias_report` from a store's columns, given in blocks of rows."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()

@@ -109,7 +109,7 @@ class VersionedStore(StoreReader):
         )
 
     @classmethod
-    def pinned(cls, path: Path, branch: str = MAIN) -> Self:
+    def open_pinned(cls, path: Path, branch: str = MAIN) -> Self:
         """Open a branch read-only at its current snapshot; later commits are not seen."""
         return cls._open(path, branch, lambda repository: str(repository.lookup_branch(branch)))
 

@@ -74,7 +74,7 @@ def test_each_turn_has_one_environment_step() -> None:
 
     workload = actor_settings.make_workload(config)
     trace = SimulatedRun(config, workload, observe=observe, validate_every_event=True).run()
-    assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
+    assert trace.endings["consumed"] == config.steps * config.trajectories_per_step
     for trajectory, count in acts.items():
         assert count <= len(workload.turns(*divmod(trajectory, config.oversampled_group_size)))
         assert count <= routed[trajectory]
@@ -124,8 +124,8 @@ def test_only_a_failed_or_hung_episode_is_restarted() -> None:
         workload = actor_settings.make_workload(config)
         trace = SimulatedRun(config, workload, observe=observe).run()
         assert failed.total() > 20
-        assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
-        assert set(trace.ended) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
+        assert trace.endings["consumed"] == config.steps * config.trajectories_per_step
+        assert set(trace.endings) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
         assert compute_stats(config, trace).wasted_tokens > 0
         if "simulation__hung_step_share" in faults:
             assert waits == pytest.approx([2.0] * len(waits))

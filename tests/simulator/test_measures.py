@@ -49,7 +49,7 @@ def test_tokens_of_lost_instances_are_counted() -> None:
         simulation__replace_s=0.1,
     )  # fmt: skip
     trace = run(config)
-    assert trace.losses > 5
+    assert trace.instance_losses > 5
     measures = compute_stats(config, trace)
     assert measures.sampled_tokens >= sum(step.tokens for step in trace.steps)
 

@@ -218,7 +218,7 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
             simulation__report_s=0.25,
         )
         trace = run(config)
-        assert trace.losses > 3
+        assert trace.instance_losses > 3
         sampled = sum(instance.work.sampled_tokens for instance in trace.instances)
         lost[spool_s] = sampled / sum(step.tokens for step in trace.steps)
     assert lost[0.5] < lost[0.0]
@@ -329,8 +329,8 @@ def test_baselines_sample_as_far_ahead_as_documented() -> None:
     in_turns = run(job(steps=24, workload__sigma=1.5, staleness__admission="synchronous", staleness__eta=0))
     for trace in (one_step, deep, window, excess):
         assert trace.finished_s < in_turns.finished_s
-    assert excess.ended.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
-    assert excess.ended["aborted:surplus_group"] <= 2 * 18, "trajectories left by the last step"
+    assert excess.endings.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
+    assert excess.endings["aborted:surplus_group"] <= 2 * 18, "trajectories left by the last step"
 
 
 class TruncationCounter:
@@ -494,7 +494,7 @@ def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None
     assert witness.steps == list(range(config.steps))
     assert len(witness.ended) == ledger.num_started
     assert Counter(witness.ended.values())[Fate.CONSUMED] == config.steps * config.trajectories_per_step
-    assert sum(trace.ended.values()) == ledger.num_started
+    assert sum(trace.endings.values()) == ledger.num_started
 
 
 BIMODAL: dict[str, Any] = {

@@ -381,7 +381,7 @@ def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> 
         data = file.read_bytes()
         file.write_bytes(flip_bit(data, rng))
         try:
-            findings = check_chain(VersionedStore.pinned(run_copy / "store")).findings
+            findings = check_chain(VersionedStore.open_pinned(run_copy / "store")).findings
         except StoreError:
             findings = ["unreadable"]  # type: ignore[list-item]
         found += bool(findings)
@@ -393,7 +393,7 @@ def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> 
 
 def read_all(path: Path) -> dict[str, bytes]:
     """Return everything in the current snapshot of a store."""
-    root = VersionedStore.pinned(path)._read_root()
+    root = VersionedStore.open_pinned(path)._read_root()
     names = [
         *(f"tokens/{name}" for name in TOKEN_ARRAYS),
         *(c.array_name for c in COLUMNS),

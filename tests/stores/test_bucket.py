@@ -61,12 +61,12 @@ def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: st
     assert path.read_text() == f"{url}\n"
     reopened = VersionedStore.open(path)
     reopened.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
-    assert [e.trajectory.id for e in VersionedStore.pinned(path).ended()] == list(range(8))
+    assert [e.trajectory.id for e in VersionedStore.open_pinned(path).ended()] == list(range(8))
     assert audit(VersionedStore.open(path)).num_steps == 2
     doubled = derived_branches.BranchRewards(
         rewards=np.full(8, 2.0, np.float32), advantages=np.zeros(8, np.float32), loss_mask=np.ones(8, bool), errors={}
     )
-    derived_branches.derive(VersionedStore.pinned(path), path, "doubled", doubled, {})
+    derived_branches.derive(VersionedStore.open_pinned(path), path, "doubled", doubled, {})
     assert {e.trajectory.reward for e in VersionedStore.open(path, branch="doubled").ended()} == {2.0}
     with pytest.raises(StoreError, match="another process has committed since"):
         store.commit(record(1), [ended(rng, 9, 1)])
@@ -210,7 +210,7 @@ def test_a_bucket_failure_is_not_reported_as_corruption(tmp_path: Path, rng: Any
     causes: list[str] = []
     for number in itertools.count(step=1 if num_examples() > 1000 else 5):
         proxy.expired = ""
-        store = VersionedStore.pinned(tmp_path / "store")
+        store = VersionedStore.open_pinned(tmp_path / "store")
         proxy.expired, proxy.requests_before = "tests", number
         try:
             assert list(store.damage()) == []
@@ -236,12 +236,12 @@ def test_an_audit_during_a_brief_bucket_failure_has_no_findings(
     header = replace(HEADER, url=f"s3://{BUCKET}/runs/{tmp_path.name}")
     many = [ended(rng, i, 0) for i in range(100)]  # chunks of few bytes would be in the snapshot itself
     VersionedStore.create(tmp_path / "store", header).commit(record(0), many)
-    findings = audit(VersionedStore.pinned(tmp_path / "store")).findings
+    findings = audit(VersionedStore.open_pinned(tmp_path / "store")).findings
     with BrieflyFailingProxy(server["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         causes: list[str] = []
         for number in itertools.count(step=1 if num_examples() > 1000 else 7):
-            store = VersionedStore.pinned(tmp_path / "store")
+            store = VersionedStore.open_pinned(tmp_path / "store")
             proxy.requests_before, proxy.expired = number, "tests"
             try:
                 assert audit(store).findings == findings

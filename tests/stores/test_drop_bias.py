@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from staleflow.stores.auditing import drop_bias
-from staleflow.stores.auditing.drop_bias import Contrast, DropBias, OutcomeStats, bias_of, bias_report, difference
+from staleflow.stores.auditing.drop_bias import Contrast, DropBias, OutcomeStats, bias_report, compute_bias, difference
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
 from tests.run_page.page_client import Page
@@ -238,7 +238,7 @@ def test_means_are_per_group_for_any_block_size() -> None:
         table[name] = rng.integers(0, most, rows)
     table |= {"reward": rng.random(rows), "rewarded_s": rng.integers(0, 3, rows) / 2, "tool_s": rng.random(rows)}
     cuts = [0, 1, 120, 121, rows]
-    report = bias_of([{name: v[a:b] for name, v in table.items()} for a, b in itertools.pairwise(cuts)])
+    report = compute_bias([{name: v[a:b] for name, v in table.items()} for a, b in itertools.pairwise(cuts)])
 
     def expected(chosen: list[int], column: str, weighed: bool = False) -> float:
         by_group: dict[int, list[float]] = {}
