@@ -182,7 +182,7 @@ def require_tracker(tracker: object, name: str) -> None:
         )
 
 
-def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
+def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
     """Collect the user code of these keys (by default all) and rows of Python objects. Returns the job with references
     by file name only, and the contents of the files by name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}

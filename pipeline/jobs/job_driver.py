@@ -31,7 +31,7 @@ from staleflow.pipeline.cluster.job_lookup import find, refuse_second_job, refus
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import with_code, with_code_in
+from staleflow.pipeline.config.user_files import collect_code, with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
@@ -198,7 +198,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
         run_folder.refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check(config)
-    config, code = with_code(config)
+    config, code = collect_code(config)
     submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.from_config(config, driver=True)
     async with cluster.open_client() as client:

@@ -96,7 +96,7 @@ def rescore(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     num_done = 0
-    config, code = user_files.with_code(config, user_files.scoring_keys(config))
+    config, code = user_files.collect_code(config, user_files.scoring_keys(config))
     # From the store's header, since the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         config, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt

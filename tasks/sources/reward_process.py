@@ -85,7 +85,7 @@ class Scorer:
         """Score each pair within the time limit. Failures of the reward function are returned as errors, never raised.
         Raises RuntimeError after `close`."""
         with self._exclusive():
-            return self._scored(items)
+            return self._score_items(items)
 
     def close(self) -> None:
         """Stop the process permanently. A call in progress in another thread raises RuntimeError."""
@@ -107,7 +107,7 @@ class Scorer:
                 self._stop()
                 raise
 
-    def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
+    def _score_items(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
         first = self._num_requests
         self._num_requests += len(items)
         messages = [encode_message((number, *item)) for number, item in enumerate(items, first)]
@@ -204,7 +204,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
-        rewards = _rewards(settings)
+        rewards = _make_rewards(settings)
     except ConfigError as error:
         _write(replies, str(error))
         return
@@ -225,8 +225,8 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         _write(replies, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
 
 
-def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
-    """What scores a response, and the pattern of its answer, by the label of its record. Raises ConfigError."""
+def _make_rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
+    """Build (reward function, answer pattern) by the label of a record. Raises ConfigError."""
     reward, rewards = settings.reward, {}
     if not settings.sources:
         job_source = settings.source.build()

@@ -290,20 +290,20 @@ def test_files_named_by_a_job_are_packed_with_it(
     examples = Path("examples").resolve()
     monkeypatch.chdir(user_file.parent)
     here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
-    config, code = user_files.with_code(user_files.with_absolute_paths(here))
+    config, code = user_files.collect_code(user_files.with_absolute_paths(here))
     assert code == dict.fromkeys(("routing_mine.py", "advantage_mine.py", "loss_mine.py"), MINE)
     user_file.unlink()
     there = configure_for_cluster(Submission(id="x", job_toml=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing.name == f"{there.run_dir}/code/routing_mine.py:Fullest"
     user_files.check(there)
-    again, same = user_files.with_code(there)  # gone on with from its folder
+    again, same = user_files.collect_code(there)  # gone on with from its folder
     assert (again.rollout.routing, same) == (config.rollout.routing, code)
 
 
 def test_a_run_keeps_its_rules_when_its_folder_moves(user_file: Path, tmp_path: Path) -> None:
     config = user_files.with_absolute_paths(job(f"rollout.routing={user_file}:First", f"runs_dir={tmp_path}/runs"))
-    kept, code = user_files.with_code(config, user_files.RULE_KEYS)
+    kept, code = user_files.collect_code(config, user_files.RULE_KEYS)
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
     run_dir = prepare_run_dir(kept, code)
     user_file.write_text("")

@@ -48,11 +48,11 @@ def test_a_dataset_is_found_from_any_folder(folder: Path, key: str, source: str,
 
 
 def test_files_of_one_name_are_packed_separately(folder: Path) -> None:
-    config, code = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
+    config, code = user_files.collect_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
     assert code[config.task.source.partition(":")[0]] == "# a/mine.py\n"
     assert code[config.task.eval_source.partition(":")[0]] == "# b/mine.py\n"
-    again, same = user_files.with_code(job("task.source=a/mine.py:One", "task.eval_source=a/mine.py:Two"))
+    again, same = user_files.collect_code(job("task.source=a/mine.py:One", "task.eval_source=a/mine.py:Two"))
     assert (list(same), again.task.eval_source) == (["task_mine.py"], "task_mine.py:Two")
 
 
@@ -61,7 +61,7 @@ def test_the_code_of_each_reward_part_is_packed_and_restored(folder: Path) -> No
     config = user_files.with_absolute_paths(job(*names))
     assert config.reward.parts["one"].function == f"{folder}/a/mine.py:f"
     assert config.reward.parts["sum"].function == "task"
-    sent, code = user_files.with_code(config)
+    sent, code = user_files.collect_code(config)
     files = {name: part.function.partition(":")[0] for name, part in sent.reward.parts.items()}
     assert (code[files["one"]], code[files["two"]]) == ("# a/mine.py\n", "# b/mine.py\n")
     assert all(file.startswith("reward_") for file in code)
@@ -100,7 +100,7 @@ def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> N
     sets = config.evaluation.sets
     assert (sets["one"].source, sets["two"].reward) == (f"{folder}/a/mine.py:Sums", f"{folder}/b/mine.py:f")
     assert (sets["one"].reward, sets["two"].source) == ("task", "")
-    sent, code = user_files.with_code(config)
+    sent, code = user_files.collect_code(config)
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
     assert {key for key in user_files.scoring_keys(config) if "sets" in key} == {
         f"evaluation.sets.{name}.{key}" for name in ("one", "two") for key in ("source", "reward")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config import loading, user_files
-from staleflow.pipeline.config.user_files import with_code
+from staleflow.pipeline.config.user_files import collect_code
 from staleflow.pipeline.jobs.tracking import Tracking
 from staleflow.stores.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_a_missing_tracker_gives_a_one_line_error_and_an_existing_one_is_packed(
         with pytest.raises(ConfigError, match=message):
             Tracking(loading.load(job, (f"tracking.tracker={named}",)), tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
-    config, code = with_code(loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",)))
+    config, code = collect_code(loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",)))
     assert config.tracking.tracker == "tracking_mine.py:Mine"
     assert code == {"tracking_mine.py": MINE}
 

@@ -19,7 +19,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import with_code
+from staleflow.pipeline.config.user_files import collect_code
 from staleflow.pipeline.jobs import job_driver
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.job_driver import Submission
@@ -311,7 +311,7 @@ def test_paths_outside_the_run_folder_stay_unchanged(moved_run: Path) -> None:
 
 def test_the_code_of_a_moved_run_is_read_from_its_folder(moved_run: Path) -> None:
     tracked = load_job(moved_run, ('tracking.tracker=""',))
-    config, code = with_code(tracked)
+    config, code = collect_code(tracked)
     assert code == {"reward_mine.py": "one = 1\n", "task_mine.py": "two = 2\n"}
     submission = Submission(id="copy-2", job_toml=configuration_text(config), code=code, resume=True)
     assert (

@@ -215,7 +215,7 @@ def test_tool_files_are_packed_with_the_job(job: Path, tmp_path: Path, monkeypat
     here = loading.load(job, ('environment.tools=["mine.py:slow", "calculator", "mine.py:lookup"]',))
     config = user_files.with_absolute_paths(here)
     assert config.environment.tools == [f"{tmp_path}/mine.py:slow", "calculator", f"{tmp_path}/mine.py:lookup"]
-    sent, code = user_files.with_code(config)
+    sent, code = user_files.collect_code(config)
     assert code == {"environment_mine.py": FILE}
     assert sent.environment.tools[2] == "environment_mine.py:lookup"
     there: RunConfig = user_files.with_code_in(sent, here.run_dir / "code", code)
