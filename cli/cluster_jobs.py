@@ -27,9 +27,9 @@ def cluster_options(function: Command) -> Command:
     def with_options(
         *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
     ) -> Any:
-        from staleflow.pipeline.cluster.connection import ClusterAddress, security_of
+        from staleflow.pipeline.cluster.connection import ClusterAddress, make_security
 
-        security = security_of(tls_ca_file, tls_cert, tls_key)
+        security = make_security(tls_ca_file, tls_cert, tls_key)
         cluster = ClusterAddress(address=scheduler, scheduler_file=scheduler_file, security=security)
         return function(*args, cluster=cluster, **kwargs)
 

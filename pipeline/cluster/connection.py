@@ -191,7 +191,7 @@ def _address_in(scheduler_file: str) -> str:
     return address
 
 
-def security_of(ca_file: str, cert: str, key: str) -> Any:
+def make_security(ca_file: str, cert: str, key: str) -> Any:
     """Create Dask's security object from PEM files; None without files, so that Dask's configuration applies. Raises
     ConfigError."""
     if not (ca_file or cert or key):

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from staleflow.tasks.rendering.task_source import Task
     from staleflow.tasks.sources.prompts import TokenizedPrompts
 
-MAX_NAME = 200
+MAX_NAME_BYTES = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
-PATHS = (
+PATH_KEYS = (
     "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODEL_KEYS,
     *user_files.CODE_KEYS,
 )  # fmt: skip
@@ -67,31 +67,31 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
     if not config.has_texts:
         user_files.check(config)
         return []
-    unchecked: list[str] = []
+    notes: list[str] = []
     for key, kind, path in user_files.data_files(config):
         if runs_here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
-    folder = _model(config, unchecked, runs_here=runs_here)
-    _check_reference(config, folder, unchecked, runs_here=runs_here)
+    folder = _check_model(config, notes, runs_here=runs_here)
+    _check_reference(config, folder, notes, runs_here=runs_here)
     user_files.check(config)
-    if not runs_here and _elsewhere(config, unchecked):
-        return unchecked
+    if not runs_here and _needs_cluster_machine(config, notes):
+        return notes
     for name, job in config.jobs_by_source.items():
         try:
-            _try_source(job, folder, unchecked, step_groups=0 if name else job.batch.groups_per_step)
+            _try_source(job, folder, notes, step_groups=0 if name else job.batch.groups_per_step)
         except ConfigError as error:
             message = user_files.name_rows(str(error))
             raise ConfigError(f"task {name!r}: {message}" if name else message) from error
-    return unchecked
+    return notes
 
 
-def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str], step_groups: int) -> None:
+def _try_source(config: RunConfig, folder: Path | None, notes: list[str], step_groups: int) -> None:
     """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError. step_groups:
     groups that a step draws from it; 0 if unknown."""
     from staleflow.tasks.sources.examples import Examples
 
-    task, prompts = _first_prompt(config, folder, unchecked, step_groups)
+    task, prompts = _first_prompt(config, folder, notes, step_groups)
     examples = actor_settings.example_settings(config, config.num_held_out_prompts)
     if examples is not None and prompts is not None:
         Examples(examples, prompts).rows(0)
@@ -104,11 +104,11 @@ def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str], st
 
 def check_names(config: RunConfig) -> None:
     """Raise ConfigError for texts that cannot be folder names, or that name a cluster which is not used."""
-    if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME:
+    if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME_BYTES:
         raise ConfigError(
-            f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"
+            f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
         )
-    for key in PATHS:
+    for key in PATH_KEYS:
         if "\0" in (path := str(reduce(getattr, key.split("."), config))):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
     cluster = config.cluster
@@ -190,11 +190,11 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def _model(config: RunConfig, unchecked: list[str], *, runs_here: bool) -> Path | None:
+def _check_model(config: RunConfig, notes: list[str], *, runs_here: bool) -> Path | None:
     """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
     machine."""
     subject = f"model.path = {config.model.path!r}"
-    folder = _checked_folder("model.path", config.model.path, unchecked, runs_here=runs_here)
+    folder = _find_model("model.path", config.model.path, notes, runs_here=runs_here)
     if folder is None:
         return None
     if config.rollout.engine.name == "transformers":
@@ -213,37 +213,37 @@ def _model(config: RunConfig, unchecked: list[str], *, runs_here: bool) -> Path 
     return folder
 
 
-def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str], *, runs_here: bool) -> None:
+def _check_reference(config: RunConfig, model: Path | None, notes: list[str], *, runs_here: bool) -> None:
     """Check the reference model's files, and that it has the tokens of the policy's, in the folder `model`."""
     key, path = "training.kl.reference", config.training.kl.reference
-    folder = _checked_folder(key, path, unchecked, runs_here=runs_here) if path else None
+    folder = _find_model(key, path, notes, runs_here=runs_here) if path else None
     if folder is None or model is None:
         return
     policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
     check_same_tokens(f"{key} = {path!r}", policy, reference)
 
 
-def _checked_folder(key: str, path: str, unchecked: list[str], *, runs_here: bool) -> Path | None:
-    """The folder of a model whose files are whole, if it is on this machine. Raises ConfigError."""
+def _find_model(key: str, path: str, notes: list[str], *, runs_here: bool) -> Path | None:
+    """Return a model's folder, if it is on this machine, and check that its files are whole. Raises ConfigError."""
     try:
         folder = model_files.find_model(path, key)
     except ConfigError as error:
         if runs_here:
             raise
-        unchecked.append(f"not checked here: {error}")
+        notes.append(f"not checked here: {error}")
         return None
     if folder is None:
-        unchecked.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
+        notes.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
         return None
     model_files.check_files(folder, f"{key} = {path!r}")
     return folder
 
 
-def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
+def _needs_cluster_machine(config: RunConfig, notes: list[str]) -> bool:
     """Whether the job's data or reward can only be found where the job will run."""
     for key, kind, path in user_files.data_files(config):
         if not path.exists():
-            unchecked.append(f"not checked here: {key} = {f'{kind}:{path}'!r} is not on this machine")
+            notes.append(f"not checked here: {key} = {f'{kind}:{path}'!r} is not on this machine")
             return True
     rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
     rewards += [(f"task.sources.{name}.reward", task.reward) for name, task in config.task.sources.items()]
@@ -261,7 +261,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
         if names_user_code(reference) and not module.endswith(".py") and (source is None or source.name_is_code):
             packages = (*packages, module.partition(".")[0])
         if not all(map(is_installed, packages)):
-            unchecked.append(f"not checked here: {key} = {reference!r} cannot be imported on this machine")
+            notes.append(f"not checked here: {key} = {reference!r} cannot be imported on this machine")
             return True
     return False
 
@@ -288,12 +288,12 @@ def _first_prompt(
     rows: set[int] = set()
     for number, task in itertools.chain([(0, first)], _draw_prompts(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
-            with raised_as(ConfigError, _place(config, task, number), ConfigError):
+            with raised_as(ConfigError, _locate_prompt(config, task, number), ConfigError):
                 ids = prompts.encode(task)
             if task is first and (num_unknown := ids.count(tokenizer.unknown_id)):
                 notes.append(
-                    f"{_place(config, task, number)}: {num_unknown} of its {len(ids)} tokens are unknown to the "
-                    f"model's tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                    f"{_locate_prompt(config, task, number)}: {num_unknown} of its {len(ids)} tokens are unknown to "
+                    f"the model's tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
         if 0 <= number < step_groups:
             rows.add(task.row)
@@ -315,7 +315,7 @@ def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None
     ConfigError."""
     from staleflow.tasks.episodes.episode_host import EpisodeHost
 
-    async def tried() -> None:
+    async def check() -> None:
         episodes = EpisodeHost(settings)
         try:
             await episodes.check()
@@ -326,26 +326,26 @@ def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None
         prompts.bridge.check(settings.roles)
     # In a thread: the caller may have an event loop.
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, tried()).result()
+        thread.submit(asyncio.run, check()).result()
 
 
 def _draw_prompts(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
     """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
     started_s = time.monotonic()
     prompts.task(0)
-    each_s = time.monotonic() - started_s  # an environment may take its time to reset
-    end = time.monotonic() + MAX_DRAWING_S
+    draw_s = time.monotonic() - started_s  # an environment may take its time to reset
+    deadline_s = time.monotonic() + MAX_DRAWING_S
     held_out = prompts.held_out(
-        min(config.task.eval_prompts, MAX_DRAWN_PROMPTS // 100, 1 + int(MAX_DRAWING_S / max(each_s, 1e-6)))
+        min(config.task.eval_prompts, MAX_DRAWN_PROMPTS // 100, 1 + int(MAX_DRAWING_S / max(draw_s, 1e-6)))
     )
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
-        lambda _: time.monotonic() < end, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
+        lambda _: time.monotonic() < deadline_s, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
     ):
         yield i, prompts.task(i)
 
 
-def _place(config: RunConfig, task: Task, number: int) -> str:
+def _locate_prompt(config: RunConfig, task: Task, number: int) -> str:
     """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
     source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
     kind, path = user_files.data_file(source)
