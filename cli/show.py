@@ -170,7 +170,9 @@ def print_trajectory(view: TrajectoryView) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    facts = "  ".join(f"{name} {_short(value)}" for name, value in view.facts.items())
+    facts = "  ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in view.facts.items()
+    )
     console.print(Text(facts, style="bold"), soft_wrap=True)
     if view.error:
         console.print(Text(f"error: {printable(view.error)}", style="red"), soft_wrap=True)
@@ -185,10 +187,6 @@ def print_trajectory(view: TrajectoryView) -> None:
         console.print(colour_tokens(view, span.start, span.stop), soft_wrap=True)
     console.print(colour_legend(view), soft_wrap=True)
     console.print()
-
-
-def _short(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def speaker_line(span: MessageSpan) -> Text:

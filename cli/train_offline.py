@@ -16,7 +16,6 @@ from staleflow.cli.stored import named_cluster, print_errors, print_json, quiet_
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
-    from staleflow.stores.reward_statistics import PairedDifference
 
 
 @click.command("train-offline")
@@ -162,7 +161,8 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
     width = max((len(trial.left_out) for trial in result.trials), default=0)
     for trial in result.trials:
         line = f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  "
-        line += _format_difference(trial.difference)
+        if trial.difference is not None:
+            line += f"{trial.difference.mean:+.3f} (p {trial.difference.p:.3f})"
         click.echo(line + ("  prevents it" if trial.prevents else ""))
     if result.cause is None:
         click.echo(f"no cause found: {result.reason}")
@@ -170,10 +170,6 @@ def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: Cluster
     click.echo(f"smallest part tried that prevents it: {result.cause.left_out}, {result.cause.rows} rows")
     click.echo(f"  staleflow store show {run} --where '{result.cause.where}'")
     click.echo(f"  staleflow unlearn {run} --where '{result.cause.where}'")
-
-
-def _format_difference(difference: PairedDifference | None) -> str:
-    return "" if difference is None else f"{difference.mean:+.3f} (p {difference.p:.3f})"
 
 
 @click.command("verify")

@@ -26,11 +26,8 @@ DRIFT_FACTOR = 4.0
 """Allowed drift, as a multiple of the engine-trainer difference measured at version 0."""
 MAX_INITIAL_DRIFT = 0.5
 """Mean difference, in nats, that engine and trainer may have at version 0: rounding in 8 bits explains less."""
-
-
-def rounding_drift(dtype: str) -> float:
-    """Lower bound of the drift limit for a dtype, in nats: the mean difference that rounding explains."""
-    return 1e-3 if dtype == "float32" else 2e-2
+ROUNDING_DRIFT = {"float32": 1e-3, "bfloat16": 2e-2}
+"""Minimum drift limit by dtype, in nats, unless the job sets one: the mean difference that rounding explains."""
 
 
 def make_unusable_engine_error(refusal: WeightsRefused) -> ConfigError:
@@ -54,7 +51,7 @@ class WeightVerification:
         """Token ids; empty until `set_probe`, and without held-out prompts."""
         self.base_logprobs: tuple[float, ...] = ()
         """Logprobs of the probe by the base model; empty without supervised fine-tuning, since version 0 has them."""
-        self.drift_limit = config.rollout.logprob_drift_limit or rounding_drift(config.model.dtype)
+        self.drift_limit = config.rollout.logprob_drift_limit or ROUNDING_DRIFT[config.model.dtype]
         """Largest allowed mean difference of an instance's and the trainer's logprobs of the probe, in nats."""
         self.alarms: list[str] = []
         """Instances that were taken out of service for their weights or logprobs."""

@@ -123,7 +123,7 @@ class StalenessLedger:
         # except for the groups that were started in excess.
         allowance = self.oversampled_groups - self.groups_per_step
         for step, num_due, num_finished in self._due_counts(self.next_step):
-            num_left = num_due - self._num_picked(step, num_finished)
+            num_left = num_due - min(self.groups_per_step, num_finished)
             if num_left > self.oversampled_groups * (step - self.next_step) + allowance:
                 return False
         return True
@@ -366,11 +366,6 @@ class StalenessLedger:
             and self.next_step <= self.version
             and self.num_occupied >= self.groups_per_step
         )
-
-    def _num_picked(self, step: int, num_finished: int) -> int:
-        """Number of groups due by `step` in the next step's batch. num_finished: number of finished groups due by
-        it."""
-        return min(self.groups_per_step, num_finished)
 
     def _next_batch(self) -> list[Entry]:
         """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""

@@ -388,10 +388,11 @@ def _pop_sampling(
             "sampling_refused",
         )
     if overridden and rule is SamplingRule.REFUSE:
+        values = ", ".join(f"{name} {'unset' if value is None else value}" for name, value in overridden.items())
         raise RequestError(
             400,
-            f"{', '.join(overridden)}: the job samples with {_format_parameters(overridden)}; logprobs under others "
-            'would not be the policy\'s; leave them out, or set endpoint.sampling = "override"',
+            f"{', '.join(overridden)}: the job samples with {values}; logprobs under others would "
+            'not be the policy\'s; leave them out, or set endpoint.sampling = "override"',
             "sampling_refused",
         )
     is_obeyed = rule is SamplingRule.OBEY and number is not None

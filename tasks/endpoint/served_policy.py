@@ -142,13 +142,10 @@ class ServedPolicy:
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
         texts = [
-            m.content if i == 0 or m.role == "assistant" else self._apply_template(m.content)
+            m.content if i == 0 or m.role == "assistant" else self._template.replace("{observation}", m.content)
             for i, m in enumerate(messages)
         ]
         return self._tokenizer.ids("".join(texts))
-
-    def _apply_template(self, text: str) -> str:
-        return self._template.replace("{observation}", text)
 
     def _forward_results(self) -> None:
         """Pass the engine's events to the event loop, in a thread."""

@@ -50,15 +50,11 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
 def describe_error(error: BaseException) -> str:
     """Describe an error of user code in one line, with the line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in frames if not _is_own_file(f.filename)), None)
+    frame = next((f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)), None)
     # The file of a function that was pickled by value is not known.
     location = "" if frame is None else frame.name if frame.filename == PICKLED_FILE else Path(frame.filename).name
     line = "" if frame is None else f" ({location}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{line}"
-
-
-def _is_own_file(file: str) -> bool:
-    return Path(file).is_relative_to(PACKAGE)
 
 
 class WeightedSum:
