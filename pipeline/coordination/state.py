@@ -429,18 +429,14 @@ class CoordinatorState(ReplanFlags):
         """Record the (trajectory, tokens) of a report, and how many of the tokens are delivered. A report may be older
         than the latest routing, so only trajectories that still run here count, and numbers never decrease."""
         added_tokens = 0
-        for member, tokens in progress:
-            if member in instance.trajectories:
-                trajectory = self.live_trajectories[member]
-                if tokens > trajectory.tokens:
-                    added_tokens += tokens - trajectory.tokens
-                    trajectory.tokens = tokens
-        for member, tokens in delivered:
-            if member in instance.trajectories:
-                trajectory = self.live_trajectories[member]
-                added_tokens += max(0, tokens - trajectory.tokens)
-                trajectory.tokens = max(tokens, trajectory.tokens)
-                trajectory.delivered_tokens = max(tokens, trajectory.delivered_tokens)
+        for counts, are_delivered in ((progress, False), (delivered, True)):
+            for member, tokens in counts:
+                if member in instance.trajectories:
+                    trajectory = self.live_trajectories[member]
+                    added_tokens += max(0, tokens - trajectory.tokens)
+                    trajectory.tokens = max(tokens, trajectory.tokens)
+                    if are_delivered:
+                        trajectory.delivered_tokens = max(tokens, trajectory.delivered_tokens)
         self.fleet.add_kv_tokens(instance, added_tokens)
 
     def start_pull(self, instance: Instance) -> None:

@@ -71,15 +71,10 @@ class StoredSnapshot:
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
         return self.store.columns()
 
-    @property
+    @cached_property
     def bias(self) -> list[str]:
         """How dropped trajectories differ from trained ones, one line each; see stores/auditing/drop_bias.py."""
-        with self._lock:
-            return self._bias
-
-    @cached_property
-    def _bias(self) -> list[str]:
-        return compute_bias([self._columns]).lines
+        return compute_bias([self.columns]).lines
 
     def position(self, trajectory: int) -> int:
         """Position of a trajectory in the store. Raises ConfigError."""

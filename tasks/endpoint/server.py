@@ -163,7 +163,7 @@ class EndpointServer:
                 Route(f"{base}/v1/models/{{name:path}}", self._get_model, methods=["GET"]),
             ]
         handlers: dict[Any, Any] = {404: _handle_unknown, 405: _handle_unknown, RequestError: _handle_error}
-        return _CountingApp(Starlette(routes=routes, exception_handlers=handlers), self)
+        return _CountingApp(Starlette(routes=routes, exception_handlers=handlers), self._metrics)
 
     async def _get_health(self, request: Request) -> Response:
         if self._is_stopping:
@@ -268,9 +268,6 @@ class EndpointServer:
         finally:
             self._num_in_flight -= 1
 
-    def count(self, status: int) -> None:
-        self._metrics.count(status)
-
 
 class _PendingBytes:
     """Counts the bytes of one request of a session, from their arrival to the reply. max_kib: limit for all pending
@@ -306,8 +303,8 @@ class _PendingBytes:
 class _CountingApp:
     """Middleware that counts replies. Internal errors are reported without their text."""
 
-    def __init__(self, app: ASGIApp, server: EndpointServer) -> None:
-        self._app, self._server = app, server
+    def __init__(self, app: ASGIApp, metrics: EndpointMetrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -319,7 +316,7 @@ class _CountingApp:
             if message["type"] == "http.response.start":
                 has_headers = True
                 if scope["path"] not in UNCOUNTED_PATHS:
-                    self._server.count(message["status"])
+                    self._metrics.count(message["status"])
             await send(message)
 
         try:

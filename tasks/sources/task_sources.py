@@ -235,14 +235,14 @@ def make_source(
     """Create the task source named `kind:name`.
 
     Args:
-        source: Its name.
-        options: The job's task.options.
-        seed: The run's.
-        columns: Of a data set's rows.
-        use: Which rows of a data set.
-        limits: Of an environment of many turns.
-        endpoint: Of an agent.
-        key: Of the job file that names it, for messages.
+        source: Name of the source.
+        options: Arguments of the source, as in task.options.
+        seed: Seed of the run.
+        columns: Columns of a data set's rows.
+        use: Which rows of a data set are used.
+        limits: Limits of a multi-turn environment.
+        endpoint: Settings of an agent's endpoint.
+        key: Key in the job file that names the source, for messages.
 
     Raises:
         ConfigError: The source cannot be created.
