@@ -44,7 +44,7 @@ def merge_trees(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
 
 def explain_values(config: Any) -> list[ExplainedValue]:
     """All values of a config with their meaning and limits, in the order of `to_toml`."""
-    return list(_explained(config, ""))
+    return list(_explain(config, ""))
 
 
 def to_toml(config: Any) -> str:
@@ -52,16 +52,16 @@ def to_toml(config: Any) -> str:
     return "\n".join(_tables(config, "")).lstrip("\n")
 
 
-def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[ExplainedValue]:
+def _explain(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[ExplainedValue]:
     values, tables = _split(node, choice)
     for name, knob, value, default in values:
         if value and isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, value.values())):
             for entry, subtree in value.items():
-                yield from _explained(subtree, f"{prefix}{name}.{entry}.")
+                yield from _explain(subtree, f"{prefix}{name}.{entry}.")
         else:
             yield ExplainedValue(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
     for name, (subtree, subtree_choice) in tables.items():
-        yield from _explained(subtree, f"{prefix}{name}.", subtree_choice)
+        yield from _explain(subtree, f"{prefix}{name}.", subtree_choice)
 
 
 def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
@@ -166,9 +166,10 @@ def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
 
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
+"""JSON Schema's name of each type."""
 USER_CODE = r"^.+:[A-Za-z_]\w*$"
-"""file.py:NAME or module:NAME."""
+"""Pattern of file.py:NAME and module:NAME."""
 
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
@@ -225,17 +226,17 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     if entries := entry_type(hint):
         names = {"pattern": NAME_FORM}
         return schema | {"type": "object", "propertyNames": names, "additionalProperties": _table(entries)}
-    kind = TYPES[typing.get_origin(hint) or hint]
+    kind = JSON_TYPES[typing.get_origin(hint) or hint]
     if kind == "array":
-        item = TYPES[typing.get_args(hint)[0]]
+        item = JSON_TYPES[typing.get_args(hint)[0]]
         items: dict[str, Any] = {"type": item}
         if spec.user_code:
-            items = {"anyOf": _or_own(item, spec)}
+            items = {"anyOf": _choices_or_code(item, spec)}
         elif spec.choices:
             items["enum"] = list(spec.choices)
         return schema | {"type": kind, "items": items}
     if spec.choices and spec.user_code:
-        return schema | {"anyOf": _or_own(kind, spec)}
+        return schema | {"anyOf": _choices_or_code(kind, spec)}
     schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)
@@ -243,7 +244,7 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     return schema | {name: limit for name, limit in limits if limit is not None}
 
 
-def _or_own(kind: str, spec: Knob) -> list[dict[str, Any]]:
+def _choices_or_code(kind: str, spec: Knob) -> list[dict[str, Any]]:
     """One of the choices, or user code."""
     user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
     return [{"enum": list(spec.choices)}, user_code]

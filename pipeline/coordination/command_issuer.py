@@ -96,7 +96,7 @@ class CommandIssuer:
         )
 
     def score(self, trajectory: LiveTrajectory, note: str) -> None:
-        """Request the reward of a trajectory. note: line for its story."""
+        """Request the reward of a trajectory. note: line for the decision log."""
         self._decision_log.note(trajectory.id, note)
         self._commands.append(commands.Score(trajectory=trajectory.id))
 
@@ -116,7 +116,7 @@ class CommandIssuer:
         self.interrupt(move.trajectory, move.source.id, move.note)
 
     def interrupt(self, trajectory: LiveTrajectory, instance_id: InstanceId, note: str) -> None:
-        """Interrupt a running trajectory. note: line for its story."""
+        """Interrupt a running trajectory. note: line for the decision log."""
         self._decision_log.note(trajectory.id, note)
         self._commands.append(commands.Interrupt(trajectory=trajectory.id, instance=instance_id))
 

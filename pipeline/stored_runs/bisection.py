@@ -128,7 +128,7 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
     inspect_model(config)
     offline = OfflinePlan(
         config=user_files.with_absolute_models(config),
-        path=str(store.path),
+        store_path=str(store.path),
         snapshot=store.snapshot,
         branch=MAIN,
         where="",
@@ -248,7 +248,7 @@ def _group_part(groups: Sequence[int], label: str) -> RowSubset:
 def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bisection:
     """Carry out a plan in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
     offline = plan.offline
-    store = open_store_at(offline.path, offline.snapshot)
+    store = open_store_at(offline.store_path, offline.snapshot)
     held_out, config = store.header.held_out, offline.config
     with (
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,

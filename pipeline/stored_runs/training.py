@@ -64,7 +64,7 @@ class OfflinePlan:
     """All inputs that determine the result of offline training."""
 
     config: RunConfig
-    path: str
+    store_path: str
     snapshot: str
     branch: str
     where: str
@@ -148,7 +148,7 @@ def make_plan(
     kept_overrides = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
         config=dataclasses.replace(user_files.with_absolute_models(config), runs_dir=str(out.parent)),
-        path=str(store.path),
+        store_path=str(store.path),
         snapshot=store.snapshot,
         branch=branch,
         where=where,
@@ -195,17 +195,17 @@ def _train_and_evaluate(
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context_length
         changes = source_fingerprints.changes(
-            source_fingerprints.read(Path(plan.path).parent), source_fingerprints.compute(plan.run_job)
+            source_fingerprints.read(Path(plan.store_path).parent), source_fingerprints.compute(plan.run_job)
         )
     for line in changes:
         report({"say": line})
     before = _evaluate(plan, plan.config.model.path, 0, context, report)
-    num_steps, held_out = plan.config.steps * plan.epochs, open_store_at(plan.path, plan.snapshot).header.held_out
+    num_steps, held_out = plan.config.steps * plan.epochs, open_store_at(plan.store_path, plan.snapshot).header.held_out
     with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
         steps = list(
             repeated_steps.offline_steps(
-                open_store_at(plan.path, plan.snapshot), plan.where, plan.epochs, plan.config.steps
+                open_store_at(plan.store_path, plan.snapshot), plan.where, plan.epochs, plan.config.steps
             )
         )
         report({"total": len(steps)})
@@ -233,7 +233,7 @@ def _train_and_evaluate(
         errors=training.errors,
     )
     shutil.rmtree(tmp_path / "resume", ignore_errors=True)
-    lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
+    lineage = {"store": plan.store_path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
     numbers = {"epochs": plan.epochs, "start": plan.start}
     record = {**dataclasses.asdict(result), **lineage, **numbers, "metrics": training.history}
     replace_text(tmp_path / "offline.json", json.dumps(record, indent=2) + "\n", WRITE_REMEDY)
@@ -267,7 +267,7 @@ class _Training:
 
     def __init__(self, plan: OfflinePlan, tmp_path: Path, policy: Policy) -> None:
         self._plan, self._tmp_path = plan, tmp_path
-        self._store = open_store_at(plan.path, plan.snapshot)
+        self._store = open_store_at(plan.store_path, plan.snapshot)
         self.policy = policy
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
@@ -393,7 +393,7 @@ def held_out_scores(
             report({"say": f"no evaluation: {reason} by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
-    store = open_store_at(plan.path, plan.snapshot)
+    store = open_store_at(plan.store_path, plan.snapshot)
     # From the store's header, since the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
         plan.run_job, context, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt

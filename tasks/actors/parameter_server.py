@@ -82,8 +82,8 @@ class ParameterServer:
         until the result has a path.
 
         Args:
-            num_bytes: of the version.
-            sources: servers to fetch from; the first that works is used.
+            num_bytes: Size of the version's file.
+            sources: Servers to fetch from; the first that works is used.
 
         Raises:
             TransferFailed: all sources have failed; the message names them.
@@ -244,7 +244,7 @@ class PublishedWeights:
     probe_tokens: tuple[int, ...]
     """Tokens whose logprobs are compared; empty where contexts are too short for any."""
     probe_logprobs: tuple[float, ...]
-    """The trainer's logprobs of probe[1:], nats."""
+    """The trainer's logprobs of probe_tokens[1:], nats."""
     drift_limit: float
     """The largest mean difference that an instance may have, nats."""
 

@@ -399,11 +399,6 @@ def _pop_sampling(
     return (float(number) if is_obeyed else None), overridden
 
 
-def _format_parameters(overridden: Mapping[str, Any]) -> str:
-    """Format parameters for an error message: names and values."""
-    return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in overridden.items())
-
-
 def _pop_bool(unread_fields: dict[str, Any], name: str) -> bool:
     value = unread_fields.pop(name, None)
     if value is not None and not isinstance(value, bool):

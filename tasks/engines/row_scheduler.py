@@ -34,7 +34,7 @@ class RequestRow(BatchRow):
     """A request as a row of the batch. tokens: its context so far; the first `length` are computed. max_tokens: maximum
     length of the context. draft: tokens that the next step verifies."""
 
-    running: RunningRequest
+    running_request: RunningRequest
     tokens: list[int]
     max_tokens: int
     eos_ids: frozenset[int]
@@ -49,7 +49,7 @@ class RequestRow(BatchRow):
 
     @property
     def trajectory(self) -> TrajectoryId:
-        return self.running.request.trajectory
+        return self.running_request.request.trajectory
 
     @property
     def num_pending(self) -> int:
@@ -116,10 +116,10 @@ class RowScheduler:
 
     def end(self, row: RequestRow) -> None:
         """End a request that has finished by itself. Its context is cached if its trajectory may have another turn."""
-        if row.running.request.keep_kv and not row.is_mixed:
+        if row.running_request.request.keep_kv and not row.is_mixed:
             self.forget(row.trajectory)
-            saved = self._cache.save(row)
-            self._cached_contexts[row.trajectory] = CachedContext(row.running.version, row.tokens[: row.length], saved)
+            version, tokens = row.running_request.version, row.tokens[: row.length]
+            self._cached_contexts[row.trajectory] = CachedContext(version, tokens, self._cache.save(row))
         self.remove(row)
 
     def forget(self, trajectory: TrajectoryId) -> None:
@@ -171,7 +171,7 @@ class RowScheduler:
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _enqueue(self, row: RequestRow, *, first: bool) -> None:
-        row.context = (row.running.version, tuple(row.tokens))
+        row.context = (row.running_request.version, tuple(row.tokens))
         self._num_waiting_by_context[row.context] += 1
         if first:
             self._waiting.appendleft(row)
@@ -252,11 +252,8 @@ class RowScheduler:
         if self._cached_prompts:
             self._cached_prompts.popitem()
             return True
-        awaited_trajectories = [row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts]
-        is_awaited = set(awaited_trajectories)
-        order = [
-            trajectory for trajectory in self._cached_contexts if trajectory not in is_awaited
-        ] + awaited_trajectories[::-1]
+        awaited = dict.fromkeys(row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts)
+        order = [*(trajectory for trajectory in self._cached_contexts if trajectory not in awaited), *reversed(awaited)]
         for trajectory in order:
             if except_row is None or trajectory != except_row.trajectory:
                 del self._cached_contexts[trajectory]
@@ -271,7 +268,7 @@ class RowScheduler:
         token_budget = self._settings.max_batch_tokens - len(self._rows)
         for row in self._rows:
             max_draft = min(token_budget, row.max_tokens - len(row.tokens) - 1)
-            row.draft = [] if is_busy else self._drafter.draft(row.running.key, max_draft)
+            row.draft = [] if is_busy else self._drafter.draft(row.running_request.key, max_draft)
             token_budget -= len(row.draft)
         if self._used_pages() > self._num_pages:
             for row in self._rows:
@@ -292,9 +289,10 @@ class RowScheduler:
 
     def _used_pages(self) -> int:
         """Number of pages of running rows and cached contexts after the next step."""
-        rows = sum(self._num_pages_of(len(row.tokens) + len(row.draft)) for row in self._rows)
-        num_pages = sum(self._num_pages_of(len(context.tokens)) for context in self._cached_contexts.values())
-        return rows + num_pages + sum(self._num_pages_of(saved.length) for saved in self._cached_prompts.values())
+        lengths = [len(row.tokens) + len(row.draft) for row in self._rows]
+        lengths += [len(context.tokens) for context in self._cached_contexts.values()]
+        lengths += [prompt.length for prompt in self._cached_prompts.values()]
+        return sum(map(self._num_pages_of, lengths))
 
     def _num_pages_of(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)
@@ -303,5 +301,5 @@ class RowScheduler:
 def _continues_cached(row: RequestRow, cached_context: CachedContext) -> bool:
     """Whether a row's tokens start with a cached context of its version and continue it."""
     count = len(cached_context.tokens)
-    same_version = row.running.version == cached_context.version
-    return same_version and len(row.tokens) > count and row.tokens[:count] == cached_context.tokens
+    has_same_version = row.running_request.version == cached_context.version
+    return has_same_version and len(row.tokens) > count and row.tokens[:count] == cached_context.tokens

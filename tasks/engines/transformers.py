@@ -122,7 +122,7 @@ class TransformersEngine(EngineThread):
 
     def _add_tokens(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
         """Append sampled tokens to a request: the accepted drafts and one more."""
-        running, draft = row.running, row.draft
+        running, draft = row.running_request, row.draft
         num_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
         new_ids = tokens[: num_drafts + 1]
         if running.stop_check is not None:
@@ -141,7 +141,7 @@ class TransformersEngine(EngineThread):
             self._drafter.extend(running.key, new_ids)
 
     def _end_if_complete(self, row: RequestRow) -> None:
-        running = row.running
+        running = row.running_request
         has_stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
         if has_stopped or len(row.tokens) >= row.max_tokens:
             self._scheduler.end(row)
@@ -150,9 +150,9 @@ class TransformersEngine(EngineThread):
 
     def _fail_without_memory(self) -> None:
         for row in self._scheduler.failed_rows:
-            self._drop_request(row.running)
+            self._drop_request(row.running_request)
             message = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
-            self._fail(row.running.request, message)
+            self._fail(row.running_request.request, message)
         self._scheduler.failed_rows.clear()
 
     def _admit(self, running: RunningRequest) -> None:
@@ -160,7 +160,7 @@ class TransformersEngine(EngineThread):
         if max(request.tokens) >= vocabulary:  # an invalid token would fail the pass, and so the engine
             raise ValueError(f"token {max(request.tokens)} is not in the model's vocabulary of {vocabulary}")
         row = self._rows[running.key] = RequestRow(
-            running=running,
+            running_request=running,
             tokens=list(request.tokens),
             max_tokens=len(request.tokens) + request.max_new_tokens,
             eos_ids=frozenset((*self._settings.eos, *request.stop.token_ids)),
@@ -250,7 +250,7 @@ class TransformersEngine(EngineThread):
         """Select the adapter of each row for the next pass; the newest for a probe."""
         if self._adapters is not None:
             self._adapters.versions.select(
-                [row.running.version if isinstance(row, RequestRow) else self.version for row in rows]
+                [row.running_request.version if isinstance(row, RequestRow) else self.version for row in rows]
             )
 
 

@@ -34,9 +34,9 @@ class Judge:
     replies are kept: in memory, or in the folder `cache`, which all workers and later rescoring share.
 
     Args:
-        url: Of the server's API, such as `http://host:8000/v1`.
+        url: URL of the server's API, such as `http://host:8000/v1`.
         model: The judge's name on that server.
-        question: What is sent: `{response}` and the record's keys, such as `{prompt}` and `{answer}`, are filled in.
+        question: Text of a request, in which `{response}` and keys of the record, such as `{prompt}`, are replaced.
         pattern: Regular expression whose first group is the score; of several matches in a reply the last counts.
         low: The score that gives reward 0.
         high: The score that gives reward 1. A score outside of [low, high] is an error.

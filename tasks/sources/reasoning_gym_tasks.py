@@ -47,15 +47,15 @@ class ReasoningGym:
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         if held_out:
-            return self._at(index + self.HELD_OUT_OFFSET)
-        task = self._at(index)
+            return self._draw(index + self.HELD_OUT_OFFSET)
+        task = self._draw(index)
         if not self._held_out:
             return task
         self._num_drawn += 1
         if task.prompt in self._held_out:
             self._num_redrawn += 1
             tries = range(REDRAWS)
-            redraws = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
+            redraws = (self._draw(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
             replacement = next((t for t in redraws if t.prompt not in self._held_out), None)
             if replacement is None:
                 raise ConfigError(
@@ -78,7 +78,7 @@ class ReasoningGym:
             return ""
         return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
 
-    def _at(self, index: int) -> Task:
+    def _draw(self, index: int) -> Task:
         with DRAW_LOCK:
             entry = self._dataset[index]
         return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})

@@ -597,4 +597,4 @@ def test_a_copied_run_uses_the_code_in_its_folder(run_copy: Path, finished_run: 
     (run_copy / "config.toml").write_text(named)
     plan = training.make_plan(run_copy, tmp_path / "out", (), "main", "", 1)
     assert plan.config.reward.function == f"{run_copy}/code/reward_mine.py:score"
-    assert plan.path == str(run_copy / "store")
+    assert plan.store_path == str(run_copy / "store")
