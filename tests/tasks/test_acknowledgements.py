@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -192,10 +193,28 @@ NEITHER = {"close", "chain_entry"}
 both_stores = pytest.mark.parametrize("make", [in_memory, on_disk])
 
 
+def test_the_servers_process_switches_between_threads_every_half_millisecond(tmp_path: Path) -> None:
+    sys.setswitchinterval(0.005)
+    server_class(World())(actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128), 0.0)
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+
+
 def test_every_server_method_is_listed_as_write_or_read() -> None:
     verbs = {name for name, _ in inspect.getmembers(TrajectoryServer, inspect.iscoroutinefunction) if name[0] != "_"}
     assert verbs == WRITES.keys() | READS.keys() | NEITHER
     assert not WRITES.keys() & READS.keys()
+
+
+async def test_the_chain_entry_of_a_step_waits_for_its_commit_without_blocking_other_calls(tmp_path: Path) -> None:
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    server = scene.server
+    await server.commit(replace(record_of_step(), kind="refusal"))
+    assert not server._committed.is_set(), "waiting for an event that is set gives no other call its turn"
+    entry = asyncio.ensure_future(server.chain_entry(0))
+    await scene.take()
+    assert not entry.done()
+    await server.commit(record_of_step())
+    assert await entry == server._store.entry(0)
 
 
 @both_stores
