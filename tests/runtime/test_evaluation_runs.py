@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.evaluation_results import read_rewards
-from staleflow.stores.trajectory import is_evaluation
+from staleflow.stores.errors import TransferFailed
+from staleflow.stores.trajectory import PolicyVersion, is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_resumed_runs import SHAPES, kill_when, resumption_of
 from tests.support.bodies import Body, Run
@@ -69,6 +72,26 @@ def test_an_instance_pulls_after_its_evaluation_is_done(body: Body) -> None:
              for name in ("rollout-0", "rollout-1")}  # fmt: skip
     skipped = [len(set(range(1, 7)) - set(pulled)) for pulled in pulls.values()]
     assert min(skipped) == 0 < max(skipped)
+
+
+def test_an_evaluation_whose_version_no_host_has_any_more_is_made_of_the_next(
+    body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instances that are to evaluate version 1 can only load version 2, after trajectories were routed to them."""
+    pull = Actors._pull
+
+    async def fail_for_version_1(actors: Actors, instance: InstanceHandle, version: PolicyVersion) -> None:
+        if version == 1:
+            while max(actors._published_steps) == 1:
+                await asyncio.sleep(0.01)
+            raise TransferFailed("version 1 cannot be fetched: no host has it")
+        await pull(actors, instance, version)
+
+    monkeypatch.setattr(Actors, "_pull", fail_for_version_1)
+    run = body.run(*EVALUATED, "staleness.eta=2")
+    check(run)
+    assert versions(run) == [0, 2, 3]
+    assert any("evaluation of version 1 was abandoned" in note for note in run.outcomes.notes)
 
 
 @pytest.mark.parametrize("how", ["dies", "silent"])

@@ -163,9 +163,7 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
     assert len(draft_corpus._latest_rows(Store(), 90)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
     assert set(other_responses(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
     del rows[-1]
-    assert len(draft_corpus._latest_rows(Store(), 1000)) == 19, (
-        "all rows, though a single one is left for the last read"
-    )  # type: ignore[arg-type]  # not a whole store
+    assert len(draft_corpus._latest_rows(Store(), 1000)) == 19, "one row in the last read"  # type: ignore[arg-type]  # not a whole store
 
 
 class DraftingEngine(VirtualEngine):
