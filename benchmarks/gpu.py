@@ -45,10 +45,12 @@ TOKENS, PROMPT = 65_536, 128
 """Tokens of a training step, prompts included; tokens of each prompt."""
 MICROBATCH = 16_384
 TRAINING = [
-    ("Qwen3-0.6B", 512, False), ("Qwen3-0.6B", 2048, False), ("Qwen3-0.6B", 8192, False), ("Qwen3-0.6B", 8192, True),
-    ("Qwen3-1.7B", 2048, False), ("Qwen3-1.7B", 8192, True), ("Qwen3-4B", 2048, True),
+    ("Qwen3-0.6B", 128, False, False), ("Qwen3-0.6B", 128, False, True), ("Qwen3-0.6B", 512, False, False),
+    ("Qwen3-0.6B", 512, False, True), ("Qwen3-0.6B", 8192, False, False), ("Qwen3-0.6B", 8192, False, True),
+    ("Qwen3-0.6B", 8192, True, True), ("Qwen3-1.7B", 2048, False, False), ("Qwen3-1.7B", 2048, False, True),
+    ("Qwen3-4B", 2048, True, True),
 ]  # fmt: skip
-"""Model, tokens of each row, and whether activations are recomputed."""
+"""Model, tokens of each row, whether activations are recomputed, and whether layers are compiled."""
 RUNNING, NEW = (1, 8, 32, 128), 128
 """Requests at once, and sampled tokens of each."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -71,7 +73,7 @@ def make_model(name: str, folder: Path, shape: dict[str, Any]) -> Path:
     return path
 
 
-def make_trainer(model: Path, *, recompute: bool, microbatch: int) -> Any:
+def make_trainer(model: Path, *, recompute: bool = False, compiled: bool = False, microbatch: int) -> Any:
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
     from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
 
@@ -79,7 +81,8 @@ def make_trainer(model: Path, *, recompute: bool, microbatch: int) -> Any:
         PolicyTrainerSettings(
             model=str(model), dtype="bfloat16", device="auto", num_steps=9, temperature=1.0, max_length=1 << 15, seed=0,
             training=TrainingConfig(
-                learning_rate=1e-5, recompute_activations=recompute, microbatch_tokens=microbatch, measured_rows=0
+                learning_rate=1e-5, recompute_activations=recompute, compile=compiled, microbatch_tokens=microbatch,
+                measured_rows=0,
             ),
         )
     )  # fmt: skip
@@ -103,7 +106,9 @@ def make_rows(tokens: int, length: int, prompt: int, vocabulary: int) -> list[An
     ]
 
 
-def time_training(model: str, length: int, recompute: bool, tokens: int = TOKENS, microbatch: int = MICROBATCH) -> Any:
+def time_training(
+    model: str, length: int, recompute: bool, compiled: bool, tokens: int = TOKENS, microbatch: int = MICROBATCH
+) -> Any:
     """Time the second step of a new trainer. model: its folder."""
     import torch
 
@@ -111,8 +116,8 @@ def time_training(model: str, length: int, recompute: bool, tokens: int = TOKENS
 
     config = json.loads((Path(model) / "config.json").read_text())
     rows = make_rows(tokens, length, min(PROMPT, length // 4), config["vocab_size"])
-    trainer = make_trainer(Path(model), recompute=recompute, microbatch=microbatch)
-    trainer.step(0, rows)
+    trainer = make_trainer(Path(model), recompute=recompute, compiled=compiled, microbatch=microbatch)
+    first_s = _seconds(lambda: trainer.step(0, rows))
     seconds = _seconds(lambda: trainer.step(1, rows))
     shape = ModelShape.of(config, model)
     training = TrainingShape(
@@ -123,10 +128,10 @@ def time_training(model: str, length: int, recompute: bool, tokens: int = TOKENS
     flops = 6 * parameters * total + 6 * shape.layers * shape.q_size * len(rows) * length**2
     on_gpu = torch.cuda.is_available()
     return {
-        "model": Path(model).name, "length": length, "recompute": recompute, "tokens": total, "microbatch": microbatch,
-        "packed": trainer.logprob_model.packs_rows, "seconds": seconds, "tokens_per_s": total / seconds,
-        "mfu": flops / seconds / _peak_flops(), "planned_bytes": sum(trainer_parts(shape, training).values()),
-        "peak_bytes": _used_bytes() if on_gpu else 0,
+        "model": Path(model).name, "length": length, "recompute": recompute, "compiled": compiled, "tokens": total,
+        "microbatch": microbatch, "packed": trainer.logprob_model.packs_rows, "first_s": first_s, "seconds": seconds,
+        "tokens_per_s": total / seconds, "mfu": flops / seconds / _peak_flops(),
+        "planned_bytes": sum(trainer_parts(shape, training).values()), "peak_bytes": _used_bytes() if on_gpu else 0,
         "allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }  # fmt: skip
 
@@ -198,7 +203,7 @@ def time_weights(model: str) -> Any:
     from staleflow.tasks.engines.engine_settings import TransformersSettings
     from staleflow.tasks.engines.transformers import TransformersEngine
 
-    trainer = make_trainer(Path(model), recompute=False, microbatch=MICROBATCH)
+    trainer = make_trainer(Path(model), microbatch=MICROBATCH)
     settings = TransformersSettings(
         model=model, dtype="bfloat16", device="auto", temperature=1.0, max_running=1, page_tokens=32, eos=(),
         kv_tokens=1024, max_batch_tokens=512, seed=0,
@@ -282,7 +287,7 @@ def measure(out: Path, *, quick: bool, parts: list[str], folder: Path) -> None:
         "decoding": [(time_decoding, (first, [*RUNNING]))],
         "weights": [(time_weights, (path,)) for path in list(paths.values())[:2]],
     } if not quick else {
-        "training": [(time_training, (first, 64, True, 256, 128))],
+        "training": [(time_training, (first, 64, True, False, 256, 128))],
         "decoding": [(time_decoding, (first, [1, 2], 4, 8))],
         "weights": [(time_weights, (first,))],
     }  # fmt: skip
@@ -303,6 +308,8 @@ def tables(results: dict[str, Any]) -> str:
             "model": lambda r: r["model"],
             "tokens of a row": lambda r: f"{r['length']:,}",
             "recompute": lambda r: "yes" if r["recompute"] else "no",
+            "compile": lambda r: "yes" if r["compiled"] else "no",
+            "first step s": lambda r: f"{r['first_s']:.0f}",
             "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
             "MFU": lambda r: f"{r['mfu']:.0%}",
             "peak GB": lambda r: f"{r['peak_bytes'] / 1e9:.1f}",

@@ -6,7 +6,7 @@ Where the numbers come from:
   and gradients, and the sum of these in float32).
 - Activations: what autograd saves of a layer for each token, counted by hooks on saved tensors for Qwen3 and Qwen3-MoE
   while one width at a time was doubled; tests/sizing/ counts again.
-- Output layer: logits are computed in chunks of 2**28 bytes, of which up to four copies are there.
+- Output layer: logits are computed in chunks of 2**29 bytes, of which up to four copies are there.
 - What CUDA needs besides is from training Qwen3-0.6B on an H200 (docs/gpu.md): KERNEL_FACTOR and CONTEXT_BYTES.
 - NCCL buffers and CUDA graphs are estimates: not measured.
 """
@@ -91,7 +91,7 @@ GRAPH_BYTES = 1_000_000_000
 """Estimated bytes of vLLM's CUDA graphs."""
 MARGIN = 0.05
 """Share of a GPU's memory that is left free, because fragmented memory cannot be used."""
-LOGIT_BYTES = 4 * 2**28
+LOGIT_BYTES = 4 * 2**29
 STATE_BYTES = 12
 """Bytes of a resume point per parameter: a weight and AdamW's two moments."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

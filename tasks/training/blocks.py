@@ -68,9 +68,16 @@ def _is_setting(name: str, value: Any) -> bool:
     return name != "layer_idx" and isinstance(value, bool | int | float | str)
 
 
+def compile_blocks(model: Any) -> None:
+    """Compile each block with torch.compile at its first call, for sequences of any length. Call before
+    `enable_recomputation`."""
+    for block in blocks(model):
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
 def enable_recomputation(model: Any) -> None:
     """Enable activation recomputation: each block stores only its input, and runs again in the backward pass. Without
-    gradients nothing changes. Call before sharding the model."""
+    gradients nothing changes."""
     for block in blocks(model):
         block.forward = _with_recomputation(block.forward)
 

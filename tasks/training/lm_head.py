@@ -6,7 +6,7 @@ and in chunks. If a loss is a sum over chunks, each chunk's gradient is computed
 otherwise a chunk's logits are computed again in the backward pass.
 
 Invariants:
-- At most CHUNK_BYTES of logits, in float32 and not counting copies, are in memory at a time.
+- At most CHUNK_BYTES, or GPU_CHUNK_BYTES, of logits, in float32 and not counting copies, are in memory at a time.
 - Results do not depend on the chunks, except for rounding.
 - If a model changes its output layer's result (a cap, a scale), which a trial call shows, full logits are computed as
   usual, because this module would leave out the change.
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 2**28
-"""Maximum number of bytes of a chunk's logits: 441 tokens with a vocabulary of 152,000, enough for a matrix product at
-full speed; all tokens of a micro-batch with a small vocabulary."""
+CHUNK_BYTES, GPU_CHUNK_BYTES = 2**28, 2**29
+"""Maximum number of bytes of a chunk's logits, on CPU and on GPU: 441 and 882 tokens with a vocabulary of 152,000,
+enough for a matrix product at full speed; all tokens of a micro-batch with a small vocabulary. On a GPU smaller chunks
+take longer, because their many short operations must be started one by one."""
 
 HiddenFunction = Callable[[torch.Tensor], torch.Tensor]
 """A function of [..., H] hidden states that replaces [..., V] logits."""
@@ -45,7 +46,7 @@ class LmHead:
     that `replacing_logits` sets."""
 
     def __init__(self, model: Any, device: str) -> None:
-        self._layer = model.get_output_embeddings()
+        self._layer, self._device = model.get_output_embeddings(), device
         self._hidden_function: HiddenFunction | None = None
         self.is_fused = False
         """Whether logits can be replaced by another function of the hidden states."""
@@ -57,7 +58,8 @@ class LmHead:
     @property
     def max_chunk_tokens(self) -> int:
         """Maximum number of tokens of a chunk."""
-        return max(1, CHUNK_BYTES // (4 * int(self._layer.weight.shape[0])))
+        chunk_bytes = CHUNK_BYTES if self._device == "cpu" else GPU_CHUNK_BYTES
+        return max(1, chunk_bytes // (4 * int(self._layer.weight.shape[0])))
 
     @contextmanager
     def replacing_logits(self, hidden_function: HiddenFunction) -> Iterator[None]:

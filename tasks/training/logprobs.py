@@ -31,6 +31,11 @@ MicroBatchLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch
 """The loss of a part of a micro-batch, from its [N, T] logprobs, and [N, T] entropies or None."""
 
 
+def to_device(array: npt.NDArray[Any], device: str) -> torch.Tensor:
+    """Copy an array to a device, without waiting for the operations that are queued there."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SampledTargets:
     """The sampled tokens of a micro-batch, in the order of rows and columns; its first token if none was sampled."""
@@ -48,9 +53,9 @@ class _SampledTargets:
         if is_empty:  # every parameter of a sharded model must get a gradient on every rank
             rows = columns = np.zeros(1, np.int64)
         return cls(
-            tokens=torch.from_numpy(batch.targets[rows, columns]).to(device),
+            tokens=to_device(batch.targets[rows, columns], device),
             indices=(rows, columns),
-            device_indices=(torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)),
+            device_indices=(to_device(rows, device), to_device(columns, device)),
             shape=batch.targets.shape,
             is_empty=is_empty,
         )
@@ -168,17 +173,15 @@ class LogprobModel:
         inputs: dict[str, Any] = {}
         if self.packs_rows:
             layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompt_lengths)
-            ids = torch.from_numpy(batch.input_ids[layout.row, layout.position]).to(self.device)[None]
+            ids = to_device(batch.input_ids[layout.row, layout.position], self.device)[None]
             rows, columns = sampled.indices
-            kept_positions = torch.from_numpy(layout.packed_indices(rows, batch.response_start + columns)).to(
-                self.device
-            )
+            kept_positions = to_device(layout.packed_indices(rows, batch.response_start + columns), self.device)
             lengths = PackedRowLengths(layout.blocks)
             inputs = {"position_ids": lengths.positions(self.device), "row_lengths": lengths}
             selected = None
         else:
             # No mask is needed: padding is at the right end, and causal attention never reaches it.
-            ids = torch.from_numpy(batch.input_ids).to(self.device)
+            ids = to_device(batch.input_ids, self.device)
             kept_positions = torch.arange(batch.response_start, ids.shape[1] - 1, device=self.device)
             selected = sampled.device_indices
 

@@ -1,7 +1,8 @@
 """Attention for rows that are packed into one sequence without padding.
 
 All other operations of a model work on single tokens, so only attention must know where a row ends. Rows with the same
-prompt share one copy of it in the sequence (tasks/training/shared_prompts.py), and each attends to it.
+prompt share one copy of it in the sequence (tasks/training/shared_prompts.py), and each attends to it. On a GPU, in
+bfloat16, one kernel computes all rows (`torch.nn.attention.varlen`); elsewhere each row takes a call of its own.
 
 Invariants:
 - A token attends only to earlier tokens of its own row; in a layer with a sliding window, to the last of them. A model
@@ -44,6 +45,11 @@ MAX_MASKED_TOKENS = 256
 more tokens, and on a GPU, where kernels with a mask are slower, a causal kernel computes the prompt's attention again,
 because it skips masked blocks of about this length."""
 
+MIN_VARLEN_CAPABILITY = (8, 0)
+"""Minimum CUDA compute capability of the kernel for all rows."""
+MAX_VARLEN_HEAD_SIZE = 256
+"""Maximum head size of that kernel."""
+
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -68,7 +74,8 @@ class PackedRowLengths:
         >>> PackedRowLengths((PromptBlock(0, (3, 2)),)).positions("cpu")
         tensor([[0, 1, 2, 0, 1]])
         """
-        return torch.from_numpy(np.concatenate([block.positions for block in self.blocks]))[None].to(device)
+        positions = torch.from_numpy(np.concatenate([block.positions for block in self.blocks]))
+        return positions[None].to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ def _attention(
         if sliding_window != attention_mask.size:  # a chunk, say
             raise PackingUnsupported(f"layers attend to no more than {attention_mask.size} tokens")
         attention_mask, window = None, sliding_window
-    if window is None and (row_lengths is None or row_lengths.has_one_row):
+    if window is None and (row_lengths is None or row_lengths.has_one_row) and query.device.type == "cpu":
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
@@ -120,12 +127,117 @@ def _attention(
     unsupported_names += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
     if unsupported_names:
         raise PackingUnsupported(f"{type(module).__name__} has {', '.join(unsupported_names)}")
-    attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     blocks = (PromptBlock(0, (query.shape[2],)),) if row_lengths is None else row_lengths.blocks
-    sizes = [size for block in blocks for size in (block.prefix_length, *block.suffix_lengths) if size]
-    parts = iter(zip(*(sequence.split(sizes, 2) for sequence in (query, key, value)), strict=True))
+    if _has_varlen_kernel(query):
+        return _varlen_attention(query, key, value, blocks, window=window, scale=scaling), None
+    attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    parts = iter(zip(*(sequence.split(_part_lengths(blocks), 2) for sequence in (query, key, value)), strict=True))
     outputs = [output.transpose(1, 2) for block in blocks for output in _block_attention(block, parts, attention)]
     return torch.cat(outputs, 1), None
+
+
+def _part_lengths(blocks: tuple[PromptBlock, ...]) -> list[int]:
+    """Lengths of the parts of a sequence: for each block its shared prompt, if any, and the rest of each row."""
+    return [size for block in blocks for size in (block.prefix_length, *block.suffix_lengths) if size]
+
+
+def _has_varlen_kernel(query: torch.Tensor) -> bool:
+    """Whether one kernel can compute the attention of all rows: in half precision, on a GPU since Ampere."""
+    return (
+        query.is_cuda
+        and len(query) == 1
+        and _attention_dtype(query) in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= MAX_VARLEN_HEAD_SIZE
+        and torch.cuda.get_device_capability(query.device) >= MIN_VARLEN_CAPABILITY
+    )
+
+
+def _attention_dtype(query: torch.Tensor) -> torch.dtype:
+    """The type in which attention is computed: autocast's, or that of the queries."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def _varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: tuple[PromptBlock, ...],
+    *,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of all rows in one kernel, [1, T, heads, D]. The parts of the sequence are its queries; each has the
+    keys of the shared prompt, if there is one, and its own."""
+    dtype = _attention_dtype(query)
+    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    query_starts, key_starts, max_queries, max_keys = _varlen_starts(blocks, query.device)
+    output: torch.Tensor = _varlen_kernel()(
+        query,
+        _with_prompts(key, blocks),
+        _with_prompts(value, blocks),
+        query_starts,
+        key_starts,
+        max_queries,
+        max_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return _with_repeatable_gradient(output)[None]
+
+
+def _with_repeatable_gradient(output: torch.Tensor) -> torch.Tensor:
+    """Let the gradient of an attention kernel's output be computed equally each time. By default a GPU's kernels add up
+    the gradients of queries in any order, so that no step would repeat bit for bit. Returns the output."""
+    if output.is_cuda and output.grad_fn is not None:
+        output.grad_fn.register_prehook(lambda gradients: torch.use_deterministic_algorithms(True))
+        output.grad_fn.register_hook(lambda inputs, outputs: torch.use_deterministic_algorithms(False))
+    return output
+
+
+@functools.cache
+def _varlen_kernel() -> Callable[..., torch.Tensor]:
+    """The kernel for all rows, with fewer key than query heads. Imported at its first use, because that takes
+    seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Before PyTorch 2.12 any number of heads is accepted, without the option.
+    has_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if has_option else varlen_attn
+
+
+@functools.lru_cache(maxsize=2)
+def _varlen_starts(
+    blocks: tuple[PromptBlock, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Where the queries and the keys of each part begin, each [parts + 1] int32 with the end, and the most of each that
+    a part has. Computed once for all layers."""
+    num_queries = _part_lengths(blocks)
+    num_keys = [
+        length
+        for block in blocks
+        for length in ([block.prefix_length] if block.prefix_length else [])
+        + [block.prefix_length + suffix for suffix in block.suffix_lengths]
+    ]
+    starts = [
+        torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device, non_blocking=True)
+        for lengths in (num_queries, num_keys)
+    ]
+    return starts[0], starts[1], max(num_queries), max(num_keys)
+
+
+def _with_prompts(tensor: torch.Tensor, blocks: tuple[PromptBlock, ...]) -> torch.Tensor:
+    """Keys or values with each shared prompt repeated before the rest of each of its rows. tensor: [T, heads, D]."""
+    if not any(block.prefix_length for block in blocks):
+        return tensor
+    parts = iter(tensor.split(_part_lengths(blocks)))
+    repeated_parts = list[torch.Tensor]()
+    for block in blocks:
+        prompt = [next(parts)] if block.prefix_length else []
+        repeated_parts += prompt
+        for _ in block.suffix_lengths:
+            repeated_parts += [*prompt, next(parts)]
+    return torch.cat(repeated_parts)
 
 
 def _block_attention(
@@ -154,11 +266,17 @@ def _causal(
     """Causal attention of the last tokens of a row. query: of these tokens; key, value: of the whole row."""
     num_queries, length = query.shape[2], key.shape[2]
     if num_queries == length and (window is None or length <= window):
-        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+        return _with_repeatable_gradient(scaled_dot_product_attention(query, key, value, is_causal=True, **options))
     mask = torch.ones(num_queries, length, dtype=torch.bool, device=query.device).tril(length - num_queries)
     if window is not None:
         mask = mask.triu(length - num_queries - window + 1)
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return _with_repeatable_gradient(scaled_dot_product_attention(query, key, value, attn_mask=mask, **options))
+
+
+def exclude_from_compilation() -> None:
+    """Let compiled models call this attention uncompiled. It depends on the lengths of rows, so that it would be
+    compiled again for each micro-batch."""
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
 
 
 def enable_packing(model: Any, device: str, max_tokens: int) -> str:

@@ -28,12 +28,13 @@ from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora, trainer_settings
-from staleflow.tasks.training.blocks import enable_recomputation
+from staleflow.tasks.training.blocks import compile_blocks, enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
-from staleflow.tasks.training.logprobs import LogprobModel, split_by_row
+from staleflow.tasks.training.logprobs import LogprobModel, split_by_row, to_device
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs, with_finite_logprobs
+from staleflow.tasks.training.packed_attention import exclude_from_compilation
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import LogprobMismatch, RowSample, TokenSums
@@ -72,8 +73,6 @@ class PolicyTrainer:
         model = self._load_model()
         if training.lora.rank:
             model = lora.inject_adapter(model, training.lora, settings.seed)
-        if training.recompute_activations:
-            enable_recomputation(model)
         self._moves_to_host = settings.shares_device and not self.rank_group.is_sharded
         """Whether the model is moved to the device and back. A sharded model is offloaded block by block instead."""
         self.model: Any = model.to(self.device) if self._moves_to_host else self.rank_group.shard(model, torch.float32)
@@ -95,6 +94,12 @@ class PolicyTrainer:
             rank=rank.number,
             num_ranks=rank.count,
         )
+        # What LogprobModel tried on the model is not compiled, because it would take as long as a training step's.
+        if training.compile:
+            exclude_from_compilation()
+            compile_blocks(self.model)
+        if training.recompute_activations:
+            enable_recomputation(self.model)
         if rank.leads and self.logprob_model.padding_reason:
             logger.warning("micro-batches are not packed: %s", self.logprob_model.padding_reason)
         self.reference = self._load_reference() if self.objective.needs_reference else None
@@ -191,7 +196,7 @@ class PolicyTrainer:
                 # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
             grad_norms.append(float(grad_norm))
-        sums = TokenSums(self.rank_group.all_reduce(sums.values))
+        sums = TokenSums(torch.tensor(self.rank_group.all_reduce(sums.values), dtype=torch.float64))
         mismatch = LogprobMismatch.of(rows, proximal_logprobs | self.rank_group.all_gather(first_pass_logprobs))
         metrics = sums.metrics(training.epochs, sample)
         if reference is None:
@@ -381,20 +386,15 @@ class PolicyTrainer:
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, indices, np.ones(len(indices), np.float32)):
-                logprobs = (
-                    torch.from_numpy(batch.scatter(rows, proximal_logprobs)).to(self.device)
-                    if proximal_logprobs
-                    else None
-                )
+                logprobs = to_device(batch.scatter(rows, proximal_logprobs), self.device) if proximal_logprobs else None
                 tokens = self._loss_tokens(batch, self.logprob_model.logprobs(batch) if logprobs is None else logprobs)
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 # Rows with a gradient are measured in each epoch.
                 weight = self.settings.training.epochs * multiplicity
                 try:
                     result = self.objective.loss.token_loss(tokens)
-                    sums_by_row |= zip(
-                        batch.rows, sums.add(tokens, result, self.objective.old_logprobs(tokens), weight), strict=False
-                    )
+                    row_sums = sums.add(tokens, result, self.objective.old_logprobs(tokens), weight)
+                    sums_by_row |= zip(batch.rows, row_sums.tolist(), strict=False)
                 except Exception as error:  # noqa: BLE001  a user's loss; for trained rows its error is raised
                     self._warn_unmeasured(error)
         return sums_by_row
@@ -425,17 +425,15 @@ class PolicyTrainer:
         NaN. proximal_logprobs: logprobs under the proximal policy; those of other rows are taken from this pass."""
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-            is_known = torch.tensor([[i in proximal_logprobs] for i in part.rows], device=self.device)
-            batch_logprobs = torch.from_numpy(part.scatter(rows, proximal_logprobs)).to(self.device)
+            is_known = to_device(np.array([[i in proximal_logprobs] for i in part.rows]), self.device)
+            batch_logprobs = to_device(part.scatter(rows, proximal_logprobs), self.device)
             tokens = self._loss_tokens(part, logprobs, proximal=batch_logprobs.where(is_known, logprobs.detach()))
             padding = ~tokens.sampled
             reference_logprobs = None
             if reference is not None:
-                reference_logprobs = (
-                    torch.from_numpy(part.scatter(rows, reference)).to(self.device).masked_fill(padding, 0)
-                )
+                reference_logprobs = to_device(part.scatter(rows, reference), self.device).masked_fill(padding, 0)
             result = self.objective.token_loss(tokens, reference_logprobs, entropy)
-            loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.token_weight).to(self.device)).sum()
+            loss = (result.loss.masked_fill(padding, 0) * to_device(part.token_weight, self.device)).sum()
             with torch.no_grad():
                 sums.add_loss(loss, tokens, reference_logprobs)
                 sums.add(tokens, result, self.objective.old_logprobs(tokens))
@@ -448,15 +446,15 @@ class PolicyTrainer:
     def _loss_tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
         """Build a loss's view of a micro-batch, with zeros at padding, tokens of environments and tokens without a
         finite stored logprob."""
-        padding = torch.from_numpy(batch.mask == 0).to(self.device)
-        behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(self.device)
+        padding = to_device(batch.mask == 0, self.device)
+        behaviour = to_device(batch.behaviour, self.device)
         tokens = Tokens(
             logprobs=logprobs.masked_fill(padding, 0),
             proximal=(behaviour if proximal is None else proximal).masked_fill(padding, 0),
             behaviour=behaviour.masked_fill(padding, 0),
-            advantage=torch.from_numpy(batch.advantage).to(self.device),
+            advantage=to_device(batch.advantage, self.device),
             sampled=~padding,
-            lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
+            lags=to_device(batch.lags, self.device),
         )
         return with_finite_logprobs(tokens)
 

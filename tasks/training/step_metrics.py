@@ -27,9 +27,16 @@ SUM_NAMES = (
 
 @dataclass(slots=True)
 class TokenSums:
-    """Sums over tokens, which can be added up over processes. values: in the order of SUM_NAMES."""
+    """Sums over tokens, which can be added up over processes. They stay on the device of the tokens until they are
+    read, because reading waits for all operations that are queued there. totals: float64, in the order of SUM_NAMES."""
 
-    values: list[float] = field(default_factory=lambda: [0.0] * len(SUM_NAMES))
+    totals: torch.Tensor = field(default_factory=lambda: torch.zeros(len(SUM_NAMES), dtype=torch.float64))
+
+    @property
+    def values(self) -> list[float]:
+        """The sums, in the order of SUM_NAMES."""
+        values: list[float] = self.totals.tolist()
+        return values
 
     def add_loss(self, loss: torch.Tensor, tokens: Tokens, reference: torch.Tensor | None) -> None:
         """Add the loss of a trained micro-batch, and its distance to the reference policy if there is one."""
@@ -38,8 +45,8 @@ class TokenSums:
             distance = log_ratio(reference, tokens.logprobs.detach()).double()
             self._add(kl_reference=_k3(distance).masked_fill(~tokens.sampled, 0).sum())
 
-    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, multiplicity: float = 1.0) -> list[list[float]]:
-        """Add a micro-batch. Returns the sums over each of its rows, in the order of SUM_NAMES.
+    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, multiplicity: float = 1.0) -> torch.Tensor:
+        """Add a micro-batch. Returns the sums over each of its N rows, [N, number of SUM_NAMES].
 
         Args:
             old: [N, T] logprobs under the policy that the loss uses as the old policy.
@@ -64,8 +71,7 @@ class TokenSums:
         by_row = {name: values.masked_fill(~tokens.sampled, 0).sum(1) for name, values in token_values.items()}
         self._add(**{name: multiplicity * row.sum() for name, row in by_row.items()})
         zeros = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
-        rows: list[list[float]] = torch.stack([by_row.get(name, zeros).double() for name in SUM_NAMES], 1).tolist()
-        return rows
+        return torch.stack([by_row.get(name, zeros).double() for name in SUM_NAMES], 1)
 
     def metrics(self, epochs: int = 1, sample: RowSample | None = None) -> dict[str, float]:
         """Return means over the tokens, by name (see stores/metrics.py).
@@ -98,8 +104,9 @@ class TokenSums:
         return self.values[SUM_NAMES.index("loss")]
 
     def _add(self, **sums: torch.Tensor) -> None:
-        for name, value in zip(sums, torch.stack([s.double() for s in sums.values()]).tolist(), strict=True):
-            self.values[SUM_NAMES.index(name)] += value
+        zero = torch.zeros_like(next(iter(sums.values())), dtype=torch.float64)
+        addends = torch.stack([sums.get(name, zero).double() for name in SUM_NAMES])
+        self.totals = self.totals.to(addends.device) + addends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

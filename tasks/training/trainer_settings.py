@@ -75,6 +75,11 @@ class TrainingConfig:
         "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
         "tokens of a pass, up to a third more time",
     )
+    compile: bool = knob(
+        False,
+        "compile each layer of the trained model with torch.compile: the first step takes up to a minute longer, the "
+        "others on a GPU in bfloat16 about two thirds of the time",
+    )
     offload: bool = knob(
         False,
         "keep weights, gradients and the optimizer's state in the processor's memory, and on the GPU a layer at a "

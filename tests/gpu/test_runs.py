@@ -53,10 +53,14 @@ def test_a_run_completes_and_its_weights_are_verified(gpu_job: Path, layout: str
 
 @pytest.mark.parametrize(
     "settings",
-    [("training.lora.rank=4", "rollout.on_pull=adapter"), ("training.offload=true",)],
-    ids=["lora", "offload"],
+    [
+        ("training.lora.rank=4", "rollout.on_pull=adapter"),
+        ("training.offload=true",),
+        ("training.compile=true", "model.dtype=bfloat16", "cluster.layout=turns"),
+    ],
+    ids=["lora", "offload", "compiled in turns"],
 )
-def test_a_run_with_adapters_or_offload_completes(gpu_job: Path, settings: tuple[str, ...]) -> None:
+def test_a_run_with_adapters_offload_or_compilation_completes(gpu_job: Path, settings: tuple[str, ...]) -> None:
     check(run(gpu_job, *CUDA, *settings, "steps=3").run_dir, 3)
 
 
@@ -72,7 +76,8 @@ def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP
 
 
-def test_steps_repeat_bit_for_bit_from_the_store(gpu_job: Path) -> None:
-    end = run(gpu_job, *CUDA, "steps=3")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_repeat_bit_for_bit_from_the_store(gpu_job: Path, dtype: str) -> None:
+    end = run(gpu_job, *CUDA, "steps=3", f"model.dtype={dtype}")
     verified = command("verify", end.run_dir, "--steps", "3")
     assert verified.returncode == 0, verified.stdout + verified.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model, resolve_device
 from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.packed_attention import LocalMask, PackedRowLengths, _attention
 from staleflow.tasks.training.policy_trainer import PolicyTrainer, use_fused_adamw
+from staleflow.tasks.training.shared_prompts import PromptBlock
 from staleflow.tasks.training.tiny_model import make_tokenizer
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
 
@@ -36,7 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192,
         "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     config = CONFIG_MAPPING[request.param](**(sizes | FAMILIES[request.param]))
@@ -90,12 +93,64 @@ def test_rows_are_packed_as_in_float32_on_cpu(model: Path, device: str, dtype: s
     assert measured.logprob_model.padding_reason == expected.logprob_model.padding_reason
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_repeat_bit_for_bit(model: Path, dtype: str) -> None:
+    """In rows of several thousand tokens many parts of a kernel add to the same gradient."""
+    token_ids = np.random.default_rng(0).integers(3, 60, 4000).astype(np.int32)
+    long_rows = [replace(row, prompt=token_ids, advantage=1.0) for row in rows(3)]
+    trainers = [trainer(model, "cuda", dtype) for _ in range(2)]
+    for step in range(2):
+        for policy_trainer in trainers:
+            policy_trainer.step(step, long_rows)
+    pairs = zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3])
+def test_one_kernel_for_all_rows_matches_a_call_for_each(window: int | None) -> None:
+    """Outputs and gradients in bfloat16, with rows of one token and shared prompts."""
+    blocks = (PromptBlock(0, (37, 1)), PromptBlock(64, (9, 30, 1)), PromptBlock(0, (128,)), PromptBlock(16, (200, 2)))
+    row_lengths, generator = PackedRowLengths(blocks), torch.Generator("cuda").manual_seed(0)
+    length = sum(block.num_tokens for block in blocks)
+    inputs = [torch.randn(1, heads, length, 64, device="cuda", generator=generator) for heads in (8, 4, 4)]
+    weight = torch.randn(1, length, 8, 64, device="cuda", generator=generator)
+
+    def output_and_gradients(**autocast: Any) -> list[torch.Tensor]:
+        tensors = [tensor.clone().requires_grad_() for tensor in inputs]
+        with torch.autocast("cuda", **autocast):
+            mask = None if window is None else LocalMask(window)
+            module = torch.nn.Identity()
+            query, key, value = tensors
+            output, _ = _attention(module, query, key, value, mask, row_lengths=row_lengths, sliding_window=window)
+        (output.float() * weight).sum().backward()
+        return [output.float(), *(tensor.grad for tensor in tensors if tensor.grad is not None)]
+
+    expected, measured = output_and_gradients(enabled=False), output_and_gradients(dtype=torch.bfloat16)
+    for tensor, expected_tensor in zip(measured, expected, strict=True):
+        assert (tensor - expected_tensor).abs().max() < 0.02 * expected_tensor.abs().max()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("knobs", [{}, {"recompute_activations": True}, {"microbatch_tokens": 64}])
 def test_bfloat16_trains(model: Path, device: str, knobs: dict[str, Any]) -> None:
     expected = trainer(model, "cpu").step(0, rows())
     measured = trainer(model, device, "bfloat16", **knobs).step(0, rows())
     assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about its own compiler
+@pytest.mark.parametrize("knobs", [{}, {"recompute_activations": True}, {"offload": True}])
+def test_a_compiled_model_trains_the_same(model: Path, knobs: dict[str, Any]) -> None:
+    expected, compiled = trainer(model, "cuda", "bfloat16"), trainer(model, "cuda", "bfloat16", compile=True, **knobs)
+    try:
+        for step, count in enumerate((8, 8, 5)):
+            measured = compiled.step(step, rows(count))
+            assert measured["grad_norm"] == pytest.approx(expected.step(step, rows(count))["grad_norm"], rel=0.05)
+    finally:
+        compiled.rank_group.leave()
 
 
 @pytest.mark.gpu

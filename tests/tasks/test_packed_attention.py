@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models.model_families import make_family_model
 from staleflow.pipeline.config.model_files import context_of, format_context, read_context
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.transformers import load_model
+from staleflow.tasks.training import packed_attention
 from staleflow.tasks.training.blocks import one_block_per_kind
 from staleflow.tasks.training.logprobs import LogprobModel, max_row_length
 from staleflow.tasks.training.microbatches import Row, microbatches
@@ -97,6 +99,60 @@ def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(famil
     for i, logprobs in expected.row_logprobs(rows, range(5)).items():
         np.testing.assert_allclose(together[i], logprobs, atol=2e-5)
     np.testing.assert_allclose(alone[4], together[4], atol=2e-5)
+
+
+def plain_varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` by its definition: the last query of each part has its last key."""
+    outputs = []
+    queries, keys = (starts.diff().tolist() for starts in (query_starts, key_starts))
+    assert (max(queries), max(keys)) == (max_queries, max_keys) and window_size[1] == 0
+    parts = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
+    for part in parts:
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in part)
+        num_earlier = k.shape[2] - q.shape[2]
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(num_earlier)
+        if window_size[0] >= 0:
+            mask = mask.triu(num_earlier - window_size[0])
+        attention = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(attention[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma3_text", "qwen3_moe"])
+def test_one_kernel_for_all_rows_matches_a_call_for_each(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logprobs and gradients, with shared prompts, single rows and windows. The kernel is of GPUs: here it is computed
+    by its definition."""
+    make_family_model(family, tmp_path)
+    rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
+    rows += [row_of(70), row_of(9)]
+    (batch,) = microbatches(rows, range(6), np.ones(6, np.float32), 10_000, unpadded=True)
+
+    def logprobs_and_gradient() -> list[torch.Tensor]:
+        loaded = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
+        under = LogprobModel(model=loaded, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+        assert under.packs_rows, under.padding_reason
+        logprobs = under.logprobs(batch)
+        (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
+        return [logprobs.detach(), *(p.grad.clone() for p in loaded.parameters() if p.grad is not None)]
+
+    expected = logprobs_and_gradient()
+    monkeypatch.setattr(packed_attention, "_has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: plain_varlen_attention)
+    for measured, tensor in zip(logprobs_and_gradient(), expected, strict=True):
+        torch.testing.assert_close(measured, tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def drawn_tokens(rng: np.random.Generator, count: int) -> Tokens:
 def add_tokens(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: float = 1.0) -> list[list[float]]:
     part = Tokens(**{f.name: getattr(tokens, f.name)[rows] for f in fields(tokens)})
     result = TokenLoss(loss=part.logprobs, clipped=~part.sampled)
-    return sums.add(part, result, part.proximal, times)
+    return sums.add(part, result, part.proximal, times).tolist()  # type: ignore[no-any-return]
 
 
 def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> None:
