@@ -81,7 +81,7 @@ class JobQueue(WorkerPool):
     def visible_devices(self, id: str) -> dict[str, str]:
         """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
         return {
-            address: ",".join(device.visible for uuid in claim.devices for device in self._devices(address, uuid))
+            address: ",".join(d.visible for uuid in claim.devices for d in self.gpus[address].devices if d.uuid == uuid)
             for address, claim in self.claims.items()
             if claim.job == id and self.uses_gpus(self.entries[id].needs)
         }

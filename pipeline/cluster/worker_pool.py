@@ -65,6 +65,7 @@ class WorkerPool:
         self._pending_restarts: list[str] = []
         """Workers that `take_pending_restarts` has not returned yet."""
         self._disconnected: dict[str, tuple[Mapping[str, float], float]] = {}
+        """Workers that have left and may restart: their resources, and the time when they left."""
         self._role_sets: RoleSets | None = None
         self.gpus: dict[str, WorkerGpus] = {}
         """The GPUs that workers report, including workers that have just left."""
@@ -193,9 +194,6 @@ class WorkerPool:
             return f"may have cluster.gpus = {needs.gpus}; the cluster's workers have {describe(devices)}"
         placement = self._place(needs, list(self.workers), used_gpus={})
         return placement.line if isinstance(placement, Shortage) else ""
-
-    def _devices(self, address: str, uuid: str) -> list[Device]:
-        return [device for device in self.gpus[address].devices if device.uuid == uuid]
 
     def _assignments_of(self, id: str) -> dict[str, Assignment]:
         """Return the current assignments of a job's heavy roles by name, including those of reserved workers."""

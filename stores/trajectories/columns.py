@@ -44,7 +44,7 @@ class Column:
     """The value of rows that were stored before the column existed."""
     value: Callable[[EndedTrajectory], Value] | None = None
     """Computes the value of a row. None: it is an offset into the store's other arrays, which a commit assigns."""
-    shown: Callable[[EndedTrajectory], Value] | None = None
+    display: Callable[[EndedTrajectory], Value] | None = None
     """Computes the value that tables show, where it is not the stored one."""
     members: tuple[Enum, ...] = ()
     """Members of the enumeration, by stored index."""
@@ -67,7 +67,7 @@ class Column:
 
     def display_value(self, row: EndedTrajectory) -> int | float | bool | str:
         """A trajectory's value as it is displayed, in the type `display_dtype`."""
-        compute = self.shown or self.value
+        compute = self.display or self.value
         assert compute is not None
         value = compute(row)
         cell: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
@@ -113,7 +113,7 @@ COLUMNS = (
            value=lambda row: len(row.trajectory.prompt_tokens)),
     Column(name="response_tokens", dtype="int64", unit="tokens",
            meaning="length of the response; in tables and `--where` without the given tokens",
-           value=lambda row: row.trajectory.num_tokens, shown=lambda row: row.trajectory.num_sampled),
+           value=lambda row: row.trajectory.num_tokens, display=lambda row: row.trajectory.num_sampled),
     Column(name="turns", dtype="int64", meaning="turns of the model", value=lambda row: len(row.trajectory.turns)),
     Column(name="given_tokens", dtype="int64", unit="tokens", meaning="tokens given by the environment between turns",
            value=lambda row: row.trajectory.num_given),

@@ -96,12 +96,12 @@ class DistributedPolicy:
         """Form the group.
 
         Args:
-            host: this process's address for the other ranks.
-            peers: the other ranks, called from `loop`.
-            context: of an actor's method, by which `call_actor` knows that an actor calls.
+            host: Address of this process for the other ranks.
+            peers: Actors of the other ranks, called from `loop`.
+            context: Context of an actor's method, by which `call_actor` knows that an actor calls.
 
         Raises:
-            ActorLost: a rank is lost. Errors of any rank are raised too.
+            ActorLost: A rank is lost. Errors of any rank are raised too.
         """
         self._peers: Mapping[str, Any] = {rank_name(i): actor for i, actor in enumerate(peers, start=1)}
         self._loop, self._context = loop, context

@@ -50,9 +50,9 @@ class Examples:
     def __init__(self, settings: ExampleSettings, prompts: TokenizedPrompts) -> None:
         """Load the data set. Raises ConfigError."""
         self._settings, self._prompts = settings, prompts
-        self._where = f"{SOURCE_KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
+        self._label = f"{SOURCE_KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
         if settings.source and is_environment(settings.source, SOURCE_KEY):
-            raise ConfigError(f"{self._where}: an environment has no answers to learn; name rows with answers")
+            raise ConfigError(f"{self._label}: an environment has no answers to learn; name rows with answers")
         self._source = self._make_source() if settings.source else None
 
     def rows(self, step: int) -> list[Row]:
@@ -68,7 +68,7 @@ class Examples:
         answer = task.record.get("answer")
         if not isinstance(answer, str) or not answer.strip():
             raise ConfigError(
-                f"{self._where}: an example has no text as its answer: {prompt_excerpt(task.prompt)}; name rows with "
+                f"{self._label}: an example has no text as its answer: {prompt_excerpt(task.prompt)}; name rows with "
                 f"answers as {SOURCE_KEY}, and their column as task.columns.answer"
             )
         prompt, response = self._prompts.encode(task), self._prompts.encode_response(answer)
