@@ -15,7 +15,7 @@ from staleflow.cli.cluster_jobs import cluster_options
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
 
-ERRORS_SHOWN = 10
+MAX_SHOWN_ERRORS = 10
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -110,7 +110,7 @@ def progress_bar(label: str, *, quiet: bool, first_line: str = "") -> Iterator[C
 
 def print_errors(errors: Mapping[int, str], outcome: str) -> None:
     """Print the first errors by trajectory, and their number. outcome: completes the sentence "N responses ..."."""
-    for trajectory, error in sorted(errors.items())[:ERRORS_SHOWN]:
+    for trajectory, error in sorted(errors.items())[:MAX_SHOWN_ERRORS]:
         click.echo(f"  trajectory {trajectory}: {error}")
     if errors:
         click.echo(f"  {len(errors)} responses {outcome}")

@@ -77,7 +77,7 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
         raise ConfigError(f"{name} = {obj!r}: not a function or class")
     object_name = str(getattr(obj, "__name__", ""))
     object_name = object_name if object_name.isidentifier() else name
-    with _own_modules() as modules:
+    with _user_modules() as modules:
         pickled = _pickle(obj, object_name, modules)
         sources = list(_sources(obj, modules))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
@@ -206,7 +206,7 @@ def _is_pickled_by_value(obj: Any, modules: set[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _own_modules() -> Iterator[set[str]]:
+def _user_modules() -> Iterator[set[str]]:
     """Names of the user's own modules, whose functions and classes are pickled by value within the block."""
     standard = Path(sysconfig.get_path("stdlib"))
     modules = {}

@@ -121,8 +121,8 @@ class _DeviceRoles:
 
     def fits(self, role: Role, *, share: bool, turns: bool) -> bool:
         if turns:
-            alone = all(other.kind is not role.kind for other in self.roles)
-            return alone and (not self.device.memory_bytes or role.memory_bytes <= self.device.memory_bytes)
+            has_kind = any(other.kind is role.kind for other in self.roles)
+            return not has_kind and (not self.device.memory_bytes or role.memory_bytes <= self.device.memory_bytes)
         if self.roles and not share:
             return False
         if role.kind is RoleKind.RANK and any(other.kind is RoleKind.RANK for other in self.roles):
@@ -146,7 +146,7 @@ class _Occupancy:
     """The assignments made so far, and the devices and processes that are left."""
 
     hosts: Sequence[Host]
-    visible: Sequence[_VisibleDevices]
+    device_sets: Sequence[_VisibleDevices]
     """Devices that no other run uses, by the processes that see them."""
     share: bool
     turns: bool
@@ -159,7 +159,7 @@ class _Occupancy:
 
     @classmethod
     def of(cls, hosts: Sequence[Host], used_gpus: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
-        visible: list[_VisibleDevices] = []
+        device_sets: list[_VisibleDevices] = []
         for host in hosts:
             free_devices = [_DeviceRoles(device, host.name) for device in host.devices if device.uuid not in used_gpus]
             by_devices: dict[frozenset[str], list[Process]] = {}
@@ -173,9 +173,9 @@ class _Occupancy:
                 domains: dict[str, list[_DeviceRoles]] = {}
                 for entry in devices:
                     domains.setdefault(entry.device.link_domain, []).append(entry)
-                visible += [_VisibleDevices(host.name, domain, processes) for domain in domains.values()]
+                device_sets += [_VisibleDevices(host.name, domain, processes) for domain in domains.values()]
         free_processes = {host.name: None if host.processes is None else list(host.processes) for host in hosts}
-        return cls(hosts, visible, share, turns, free_processes)
+        return cls(hosts, device_sets, share, turns, free_processes)
 
     def place_all(
         self, roles: Sequence[Role], to_keep: Mapping[str, Assignment], previous: Mapping[str, Assignment]
@@ -202,20 +202,20 @@ class _Occupancy:
 
     def _keep(self, role: Role, previous: Assignment) -> None:
         if not role.num_devices:
-            candidates = self._able(role, previous.host, self.free_processes.get(previous.host, ()))
+            candidates = self._usable(role, previous.host, self.free_processes.get(previous.host, ()))
             if candidates and not previous.devices:
-                self._assign(role, previous.host, (), _same(candidates, previous))
+                self._assign(role, previous.host, (), _prefer_previous(candidates, previous))
             return
-        for visible in self.visible:
+        for visible in self.device_sets:
             devices = [entry for entry in visible.devices if entry.device.uuid in previous.devices]
-            candidates = self._able(role, visible.host, visible.processes) if visible.host == previous.host else ()
+            candidates = self._usable(role, visible.host, visible.processes) if visible.host == previous.host else ()
             if candidates and len(devices) == len(previous.devices) == role.num_devices:
                 if all(entry.fits(role, share=self.share, turns=self.turns) for entry in devices):
                     devices.sort(key=lambda entry: previous.devices.index(entry.device.uuid))
-                    self._assign(role, previous.host, devices, _same(candidates, previous))
+                    self._assign(role, previous.host, devices, _prefer_previous(candidates, previous))
                 return
 
-    def _able(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
+    def _usable(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
         """The free processes of a host that may have a role."""
         if processes is None:
             return (NAMELESS,)
@@ -239,18 +239,20 @@ class _Occupancy:
         loaded_hosts = {assignment.host for assignment in previous.values() if assignment.devices}
         num_alike = 1 + sum(other.kind is role.kind for other in waiting_roles)
         order = {host.name: index for index, host in enumerate(self.hosts)}
-        fitting_of = [
+        fitting = [
             [entry for entry in visible.devices if entry.fits(role, share=self.share, turns=self.turns)]
-            for visible in self.visible
+            for visible in self.device_sets
         ]
         sharing_cost = -1 if self.turns else 1  # negative: devices with other roles are preferred
-        room = self._room(fitting_of)
-        best: tuple[tuple[float, ...], str, list[_DeviceRoles], Process] | None = None
-        for visible, fitting_devices in zip(self.visible, fitting_of, strict=True):
+        domains = {e.device.uuid: (e.host, e.device.link_domain) for entries in fitting for e in entries}
+        num_free_by_domain = Counter(domains.values())
+        options: list[tuple[tuple[float, ...], str, list[_DeviceRoles], Process]] = []
+        for visible, fitting_devices in zip(self.device_sets, fitting, strict=True):
             host = visible.host
-            if len(fitting_devices) < role.num_devices or not (candidates := self._able(role, host, visible.processes)):
+            candidates = self._usable(role, host, visible.processes)
+            if len(fitting_devices) < role.num_devices or not candidates:
                 continue
-            num_free = room[host, fitting_devices[0].device.link_domain]
+            num_free = num_free_by_domain[host, fitting_devices[0].device.link_domain]
             devices = _choose_devices(fitting_devices, role.num_devices, scarce_bytes, sharing_cost)
             process = min(candidates, key=lambda process: (len(process.kinds or KINDS), _offset(process, devices)))
             key = (
@@ -258,31 +260,23 @@ class _Occupancy:
                 _num_scarce(devices, scarce_bytes),
                 len(process.kinds or KINDS),
                 0 if host == previous_host else 1 if host in loaded_hosts else 2,
-                *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
+                *(self._rank_key(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
                 num_free,
                 order[host],
                 _offset(process, devices),
             )
-            if best is None or key < best[0]:
-                best = key, host, devices, process
-        if best is None:
-            return False
-        self._assign(role, *best[1:])
-        return True
+            options.append((key, host, devices, process))
+        if options:
+            self._assign(role, *min(options, key=lambda option: option[0])[1:])
+        return bool(options)
 
-    @staticmethod
-    def _room(fitting_of: Iterable[Sequence[_DeviceRoles]]) -> Counter[tuple[str, str]]:
-        """Number of these devices in each link domain of each host."""
-        distinct = {entry.device.uuid: entry for fitting_devices in fitting_of for entry in fitting_devices}
-        return Counter((entry.host, entry.device.link_domain) for entry in distinct.values())
-
-    def _grouping(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
+    def _rank_key(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
         """Sort key of a host for a rank of the trainer: first hosts with ranks, then with room for all ranks, then with
         more room."""
         return (not self.num_ranks[host], num_free < num_ranks, 0 if num_free >= num_ranks else -num_free)
 
     def _place_light(self, role: Role) -> bool:
-        candidates = {host.name: self._able(role, host.name, host.processes) for host in self.hosts}
+        candidates = {host.name: self._usable(role, host.name, host.processes) for host in self.hosts}
         hosts = [host for host in self.hosts if candidates[host.name]]
         if not hosts:
             return False
@@ -292,7 +286,7 @@ class _Occupancy:
         return True
 
 
-def _same(candidates: Sequence[Process], previous: Assignment) -> Process:
+def _prefer_previous(candidates: Sequence[Process], previous: Assignment) -> Process:
     """The process that a role had before if it is among the candidates, else the first candidate."""
     return next((process for process in candidates if process.name == previous.process), candidates[0])
 
@@ -313,12 +307,12 @@ def _choose_devices(
 ) -> list[_DeviceRoles]:
     """Choose `count` devices of one link domain: the least shared (if sharing_cost < 0, the most shared),
     then those that no larger role needs, then those on one NUMA node, then the smallest."""
-    of_numa = Counter(entry.device.numa for entry in fitting_devices)
+    numa_counts = Counter(entry.device.numa for entry in fitting_devices)
 
     def key(entry: _DeviceRoles) -> tuple[int, ...]:
-        size = of_numa[entry.device.numa]
-        apart = (size < count, size, entry.device.numa)
-        return (sharing_cost * len(entry.roles), _num_scarce([entry], scarce_bytes), *apart, entry.device.memory_bytes)
+        size = numa_counts[entry.device.numa]
+        numa = (size < count, size, entry.device.numa)
+        return (sharing_cost * len(entry.roles), _num_scarce([entry], scarce_bytes), *numa, entry.device.memory_bytes)
 
     return sorted(fitting_devices, key=key)[:count]
 
@@ -353,17 +347,18 @@ def _explain(
         for device in host.devices
         if device.uuid not in used_gpus and (not device.memory_bytes or device.memory_bytes >= role.memory_bytes)
     )
-    of_size = f" of {role.memory_bytes / 10**9:.0f} GB" if role.memory_bytes else ""
-    in_one_domain = " in one link domain" if role.num_devices > 1 else ""
+    size_text = f" of {role.memory_bytes / 10**9:.0f} GB" if role.memory_bytes else ""
+    domain_text = " in one link domain" if role.num_devices > 1 else ""
     domain, max_gpus = max(domains.items(), key=lambda item: item[1], default=(("", ""), 0))
     location = f" (on {domain[0]})" if max_gpus else ""
-    line += f"; {role.name} needs {role.num_devices}{of_size}{in_one_domain}"
+    line += f"; {role.name} needs {role.num_devices}{size_text}{domain_text}"
     if max_gpus < role.num_devices:
         return line + f", the most there are together is {max_gpus}{location}"
     return line + ", which the other roles leave nowhere"
 
 
 IDLE, OTHERS = "..", "##"
+"""Cells of an idle GPU, and of one that another run has."""
 
 
 def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment], others: Iterable[str] = ()) -> str:
@@ -373,12 +368,12 @@ def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment],
     run has it; link domains are between bars; roles without a GPU stand behind.
     """
     labels: dict[str, list[str]] = {}
-    light: dict[str, list[str]] = {}
+    light_roles: dict[str, list[str]] = {}
     for name, assignment in assignments.items():
         for uuid in assignment.devices:
             labels.setdefault(uuid, []).append(_label(name))
         if not assignment.devices:
-            light.setdefault(assignment.host, []).append(name)
+            light_roles.setdefault(assignment.host, []).append(name)
     used_gpus = set(others)
     width = max((len(host.name) for host in hosts), default=0)
     kinds = {host.name: describe(host.devices) for host in hosts}
@@ -393,8 +388,8 @@ def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment],
         parts = [f"{host.name:<{width}}  {kinds[host.name]:<{kind_width}}"]
         if cells:
             parts.append(f"| {cells} |")
-        if host.name in light:
-            parts.append(f"  {', '.join(light[host.name])}")
+        if host.name in light_roles:
+            parts.append(f"  {', '.join(light_roles[host.name])}")
         lines.append(" ".join(parts).rstrip())
     return "\n".join(lines)
 
