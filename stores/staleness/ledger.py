@@ -186,9 +186,9 @@ class StalenessLedger:
     def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
         """Add a new group to the queue, without a reservation. Returns the ids of its members.
 
-        unfinished: of a group that a resumed run takes up, the members that had not ended when it was stored; their
-        siblings are among the counts it was resumed with. Their reservations are made again, oldest version
-        first: (H) held for all these reservations together, so it holds for any part of them.
+        unfinished: members of a restored group that had not ended when it was stored; its other members are among the
+        counts that were restored. Reservations are made again, oldest version first: Hall's condition held for all
+        reservations together, so it holds for any part of them.
         """
         if group in self.entries:
             raise ProtocolViolation(f"group {group} was started twice")

@@ -15,9 +15,11 @@ from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message
 
-ASKS, SAYS, THOUGHT = "Zq asks", "Zq says", "<think>\nZq thinks\n</think>\n\n"
-"""Contents of the conversation that stands for the one so far, and that a template is tried with."""
-OBSERVED = ("environment", "user")
+QUESTION, ANSWER, THOUGHT = "Zq asks", "Zq says", "<think>\nZq thinks\n</think>\n\n"
+"""Contents of messages with which a template is tested."""
+PROBE = "Zq hears"
+"""Content of a message that follows the answer in such a test."""
+USER_ROLES = ("environment", "user")
 """Roles that templates know as the user's."""
 
 
@@ -78,55 +80,56 @@ class TemplateBridge:
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         with raised_as(ConfigError, f"turn {number}", ConfigError):
             chat = [message._replace(role=self._template_role(message.role)) for message in messages]
-            bridge = list(self._tokenizer.ids(self._after(SAYS, chat)))
+            bridge = list(self._tokenizer.ids(self._text_after(ANSWER, chat)))
         if turn and bridge and self._tokenizer.is_special(turn[-1]) and self._tokenizer.is_special(bridge[0]):
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
         return bridge
 
-    def _after(self, content: str, messages: Sequence[Message]) -> str:
-        """The text after an assistant's message that says so, if these follow. Raises ConfigError."""
+    def _text_after(self, content: str, messages: Sequence[Message]) -> str:
+        """The text that the template puts after an assistant's message `content`, if `messages` follow. Raises
+        ConfigError."""
         while any(content in message.content for message in messages):
             content += "q"
-        text = self._tokenizer.chat_text([Message("user", ASKS), Message("assistant", content), *messages])
+        text = self._tokenizer.chat_text([Message("user", QUESTION), Message("assistant", content), *messages])
         _, answer, after = text.partition(content)
         if not answer:
-            raise ConfigError(f"{_SUBJECT} leaves out what the assistant says in earlier turns; {_REMEDY}")
+            raise ConfigError(f"{_TEMPLATE_LABEL} leaves out what the assistant says in earlier turns; {_REMEDY}")
         return after
 
     def _template_role(self, role: str) -> str:
         """The role that the template knows messages of this role as. Raises ConfigError if they cannot follow a turn in
         it without a change to what comes before them."""
         if role not in self._role_cache:
-            known_role = "user" if role in OBSERVED or not self._holds(role) else role
-            self._try(known_role)
+            known_role = "user" if role in USER_ROLES or not self._renders(role) else role
+            self._check_appends(known_role)
             self._role_cache[role] = known_role
         return self._role_cache[role]
 
-    def _holds(self, role: str) -> bool:
+    def _renders(self, role: str) -> bool:
         """Return True if the template renders messages of this role at all."""
-        message = Message(role, "Zq hears")
+        message = Message(role, PROBE)
         try:
-            return message.content in self._after(SAYS, [message])
+            return message.content in self._text_after(ANSWER, [message])
         except ConfigError:
             return False
 
-    def _try(self, role: str) -> None:
+    def _check_appends(self, role: str) -> None:
         """Raise ConfigError unless the template only ever appends when a message of this role follows a turn: the text
         must begin with the prompt that the turn was sampled after, and with the turn."""
-        head = self._tokenizer.chat_text([Message("user", ASKS)])
-        for content in (SAYS, THOUGHT + SAYS):
-            messages = [Message("user", ASKS), Message("assistant", content), Message(role, "Zq hears")]
+        head = self._tokenizer.chat_text([Message("user", QUESTION)])
+        for content in (ANSWER, THOUGHT + ANSWER):
+            messages = [Message("user", QUESTION), Message("assistant", content), Message(role, PROBE)]
             text = self._tokenizer.chat_text(messages)
             if text.startswith(head + content):
                 continue
-            if content != SAYS and "Zq thinks" not in text:
+            if content != ANSWER and "Zq thinks" not in text:
                 why = f"drops the <think> parts of earlier turns when a message of role {role} follows"
             else:
                 why = f"renders earlier turns in another way when a message of role {role} follows"
-            raise ConfigError(f"{_SUBJECT} {why}, so the model would not go on from what it sampled; {_REMEDY}")
+            raise ConfigError(f"{_TEMPLATE_LABEL} {why}, so the model would not go on from what it sampled; {_REMEDY}")
 
 
-_SUBJECT = "task.chat = true: the chat template"
+_TEMPLATE_LABEL = "task.chat = true: the chat template"
 _REMEDY = "put a template that only appends into the model's folder (chat_template.jinja), or set task.chat = false"
 
 
@@ -134,13 +137,13 @@ class RendererBridge:
     """Messages by the `renderers` package, which knows the model's family. Messages that it declines use the chat
     template."""
 
-    def __init__(self, renderer: Any, otherwise: TemplateBridge) -> None:
-        self._renderer, self._fallback = renderer, otherwise
+    def __init__(self, renderer: Any, fallback: TemplateBridge) -> None:
+        self._renderer, self._fallback = renderer, fallback
 
     def check(self, roles: Collection[str]) -> None:
-        prompt = list(self._renderer.render_ids([{"role": "user", "content": ASKS}], add_generation_prompt=True))
+        prompt = list(self._renderer.render_ids([{"role": "user", "content": QUESTION}], add_generation_prompt=True))
         for role in roles:
-            if self._bridge_tokens(prompt, prompt[:1], [Message(role, "Zq hears")]) is None:
+            if self._bridge_tokens(prompt, prompt[:1], [Message(role, PROBE)]) is None:
                 self._fallback.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
@@ -151,7 +154,7 @@ class RendererBridge:
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
-        chat = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
+        chat = [{"role": "user" if m.role in USER_ROLES else m.role, "content": m.content} for m in messages]
         try:
             rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), chat)
         except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
