@@ -1,7 +1,7 @@
 """The entries of a spool: changes to groups, trajectories and batches in flight. Pure.
 
 An entry is encoded as a JSON list followed by its arrays, so the order of a class's fields is part of the format.
-`attempt` in entries about an episode is the number of its restarts so far.
+`attempt` in entries about an episode is the number of its restarts so far. `at_s` is the time of an entry in seconds.
 """
 
 from __future__ import annotations
