@@ -180,7 +180,7 @@ class Coordinator(CoordinatorInspection):
         self._state.record_progress(instance, event.progress, event.delivered)
 
     def _on_sampled(self, event: events.TrajectorySampled) -> None:
-        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is None:
             return
         if self._strategies.environments:
@@ -195,7 +195,7 @@ class Coordinator(CoordinatorInspection):
         self._issuer.score(trajectory, f"sampled, {format_sampled_tokens(event)}")
 
     def _on_interrupted(self, event: events.TrajectoryInterrupted) -> None:
-        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is None:
             return
         if not trajectory.is_being_truncated or event.tokens == 0:
@@ -209,18 +209,18 @@ class Coordinator(CoordinatorInspection):
             self._issuer.score(trajectory, f"truncated at {format_sampled_tokens(event)}")
 
     def _on_failed(self, event: events.TrajectoryFailed) -> None:
-        trajectory = self._state.get_running(event.trajectory, event.route_number)
+        trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is not None:
             self._retry(trajectory, Transition.FAILED, f"failed: {event.error}")
 
     def _on_environment_stepped(self, event: events.EnvironmentStepped) -> None:
-        trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
+        trajectory = self._state.get_in_phase(Phase.IN_ENVIRONMENT, event.trajectory, event.route_number)
         if trajectory is not None:
             self._decision_log.note(trajectory.id, f"observation of {event.tokens - trajectory.tokens} tokens")
             self._state.add_observation(trajectory, event.tokens)
 
     def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
-        trajectory = self._state.get_in_environment(event.trajectory, event.route_number)
+        trajectory = self._state.get_in_phase(Phase.IN_ENVIRONMENT, event.trajectory, event.route_number)
         if trajectory is not None:
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
             num_failures = self._state.restart_episode(trajectory, is_lost=event.lost)

@@ -98,15 +98,8 @@ class CoordinatorState(ReplanFlags):
         version = self.ledger.entries[group].version
         return UNRESERVED if version < 0 else version
 
-    def get_running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """Return the running trajectory of an instance's event; None if the event is late."""
-        return self._get_in_phase(Phase.RUNNING, trajectory, route_number)
-
-    def get_in_environment(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
-        """Return the trajectory of an environment's event; None if the event is late."""
-        return self._get_in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
-
-    def _get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+    def get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:
+        """Return the trajectory of an event of its instance or environment; None if the event is late."""
         trajectory = self.live_trajectories.get(trajectory_id)
         if trajectory is None or trajectory.phase is not phase or trajectory.route_number != route_number:
             return None
