@@ -357,6 +357,13 @@ async def test_a_moved_reward_actor_is_placed_again_and_its_process_released(
         assert name in stage.workers.placed
 
 
+async def test_only_a_reward_actor_is_at_the_address_of_its_worker(body: Body) -> None:
+    async with body.placed() as stage:
+        for name, placed in stage.workers.placed.items():
+            assert stage.actors.reward_actor_at(placed.address) == (name if name.startswith("reward") else "")
+        assert stage.actors.reward_actor_at("tcp://elsewhere:1") == ""
+
+
 async def test_close_does_not_raise_when_actors_are_gone(body: Body) -> None:
     async with body.placed() as stage:
         stage.workers.kill("server")

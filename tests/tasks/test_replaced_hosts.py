@@ -163,6 +163,23 @@ async def test_a_late_reply_of_a_replaced_host_changes_nothing(
         assert told.restart_reason, "of an earlier route number"
 
 
+@pytest.mark.parametrize("earlier", [answer(2), reward(0.25), FAILED], ids=["an answer", "a reward", "a failure"])
+async def test_the_outcome_of_a_lost_host_is_returned_without_another_step(
+    tmp_path: Path, earlier: HostedStepResult
+) -> None:
+    """The server has it, but the driver did not receive it."""
+    config = Body(tmp_path).config("rollout.max_new_tokens=100")
+    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    await scene.server.draw(0, 1)
+    await scene.turn(3)
+    (first,) = await scene.step(ScriptedEnvironments(earlier))
+    environments = ScriptedEnvironments(answer(4))
+    (second,) = await scene.step(environments)
+    assert environments.latest_turns == []
+    assert (second.ended, second.reward, second.num_tokens) == (first.ended, first.reward, first.num_tokens)
+    assert bool(second.restart_reason) == bool(first.restart_reason) == (earlier is FAILED)
+
+
 class DelayedServer:
     """The server as seen by a host that sleeps between its calls."""
 
