@@ -28,7 +28,7 @@ class Move:
     source: Instance
     target: Instance | None
     note: str
-    """Line for the story of the trajectory."""
+    """Line for the decision log."""
 
 
 class MovePlanner:

@@ -42,8 +42,8 @@ from staleflow.stores.trajectory import (
 COMMIT_COLUMNS = (
     "kind", "step", "rows", "tokens", "first_id", "last_id", "record_offset", "record_bytes",
 )  # fmt: skip
-"""Of a commit. kind: its index in KINDS; first_id, last_id: the smallest and largest of its trajectories, -1 if it has
-none; record_offset: of its record in `records`."""
+"""Columns of the table of commits. kind: its index in KINDS; first_id, last_id: the smallest and largest id of its
+trajectories, -1 if it has none; record_offset, record_bytes: position and size of its record in `records`."""
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
 COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 """Index of each name in COMMIT_COLUMNS."""
@@ -208,6 +208,6 @@ def _encode_span(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens] of a segment; [role, NO_VERSION, tokens, seconds] of an EnvSpan,
     with `after` at the end if a branch begins with it."""
     if isinstance(span, EnvSpan):
-        stored_spans: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
-        return stored_spans if span.after is None else [*stored_spans, span.after]
+        values: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
+        return values if span.after is None else [*values, span.after]
     return [span.instance, span.version, len(span.tokens)]

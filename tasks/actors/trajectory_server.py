@@ -334,9 +334,9 @@ class TrajectoryServer:
         return receipts
 
     async def restart(self, episodes: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
-        """Restart trajectories whose environments have failed: drop all their tokens but the prompts. Returns the
-        trajectories that were restarted; those that have changed since the failure are not. episodes: (trajectory,
-        tokens of its response, latest route number)."""
+        """Restart trajectories whose environments have failed: drop all their tokens but the prompts. Returns whether
+        each was restarted; one that has changed since the failure is not. episodes: (trajectory, tokens of its
+        response, latest route number)."""
         applied_entries: list[spool_entries.Entry] = []
         restarted: list[bool] = []
         for trajectory, tokens, route_number in episodes:
@@ -397,8 +397,8 @@ class TrajectoryServer:
         trajectories of the step count as consumed.
 
         Args:
-            trajectories: group by group; empty for a step that is requested again, stored or not.
-            versions: each trajectory's v_traj, as decided by the ledger.
+            trajectories: Trajectories of the step, group by group; empty if it is requested again, stored or not.
+            versions: The v_traj of each trajectory, as decided by the ledger.
         """
         applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
