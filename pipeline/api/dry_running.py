@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +18,11 @@ from staleflow.pipeline.config.knob_tree import Overrides
 from staleflow.pipeline.config.model_files import find_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import local_cluster
+from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
+from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,8 @@ class DryRunResult:
     steps: int
     prompt_length_range: tuple[int, int]
     """Tokens of the shortest and of the longest prompt."""
+    first_prompt: str
+    """The text of a prompt as a model gets it, in its chat template; empty if the model is not on this machine."""
     num_scored: int
     """Random responses that were scored."""
     reward_range: tuple[float, float]
@@ -41,10 +46,12 @@ class DryRunResult:
     @property
     def lines(self) -> list[str]:
         """The result for display, one line per part of the job."""
-        lines = [
-            "prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_length_range),
-            "reward   computed for {} random responses, {:g} to {:g}".format(self.num_scored, *self.reward_range),
-        ]
+        lines = ["prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_length_range)]
+        if self.first_prompt:
+            lines.append(f"         the first: {textwrap.shorten(repr(self.first_prompt), MAX_PROMPT_CHARS)}")
+        lines.append(
+            "reward   computed for {} random responses, {:g} to {:g}".format(self.num_scored, *self.reward_range)
+        )
         if self.reward_errors:
             num_failed, first_error = sum(self.reward_errors.values()), next(iter(self.reward_errors))
             lines.append(f"         failed for {num_failed} more; most often: {first_error}")
@@ -97,9 +104,14 @@ def dry_run_result(run_dir: Path) -> DryRunResult:
     errors = Counter(t.error for t in scored_trajectories if t.error)
     rewards = [t.reward for t in scored_trajectories if not t.error]
     prompt_lengths = [len(t.prompt_tokens) for t in scored_trajectories]
+    first_prompt, model = "", Path(load_job(run_dir).model.path)
+    if scored_trajectories and model.is_dir():
+        first_tokens = min(scored_trajectories, key=lambda t: t.id).prompt_tokens
+        first_prompt = FileTokenizer(model).decode(first_tokens.tolist(), skip_special_tokens=False)
     return DryRunResult(
         steps=audit_result.num_steps,
         prompt_length_range=(min(prompt_lengths, default=0), max(prompt_lengths, default=0)),
+        first_prompt=first_prompt,
         num_scored=len(rewards),
         reward_range=(min(rewards, default=0.0), max(rewards, default=0.0)),
         reward_errors=dict(errors.most_common()),
@@ -107,6 +119,8 @@ def dry_run_result(run_dir: Path) -> DryRunResult:
     )
 
 
+MAX_PROMPT_CHARS = 500
+"""Maximum length of the prompt that is shown."""
 MAX_STEPS, MAX_GROUPS, MAX_WORKERS = 3, 8, 2
 """Most training steps, groups per step, and rollout instances or reward workers of a dry run."""
 RESPONSE_S = 0.5

@@ -96,5 +96,6 @@ def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job:
     assert list(parsed["reward_errors"]) == [error]
     assert parsed["num_scored"] + parsed["reward_errors"][error] >= 3 * 8 * 4
     assert parsed["reward_range"][0] < parsed["reward_range"][1]
+    assert parsed["first_prompt"].endswith("=")
     assert 0 < parsed["prompt_length_range"][0] <= parsed["prompt_length_range"][1] < 64
     assert sorted(tmp_path.iterdir()) == before
