@@ -223,6 +223,16 @@ def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, mea
     virtual_time.run(scenario())
 
 
+async def test_a_trajectory_that_has_ended_has_no_episode_state(tmp_path: Path) -> None:
+    config = Body(tmp_path).config("rollout.max_new_tokens=100")
+    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
+    await scene.server.draw(0, 1)
+    await scene.turn(3)
+    ended, live = await scene.server.episode_states([(TrajectoryId(9), 1), (ID, scene.route_number)])
+    assert ended is None
+    assert live is not None and live.num_tokens == 3
+
+
 async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path) -> None:
     config = Body(tmp_path).config("rollout.max_new_tokens=100")
     scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
