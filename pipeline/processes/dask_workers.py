@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,7 +143,7 @@ class DaskWorkers:
     ) -> PlacedActor:
         worker, address, host = where
         if self.on_gpus:
-            visible = (await job_registry.ask(self.client, "visible_devices", id=self.job)).get(address, "")
+            visible = (await self._ask("visible_devices", id=self.job)).get(address, "")
         else:
             visible = self.visible.get(name.partition(".")[0])  # a replacement gets the GPUs of the lost instance
         if visible is not None:
@@ -208,7 +208,7 @@ class DaskWorkers:
         address = self.placed[name].address
         self.release_light_actor(name)
         if self.shared and not any(actor.address == address for actor in self.placed.values()):
-            await job_registry.ask(self.client, "return_worker", id=self.job, address=address)
+            await self._ask("return_worker", id=self.job, address=address)
 
     def mark_lost(self, name: str) -> None:
         """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. The nanny
@@ -245,15 +245,15 @@ class DaskWorkers:
     async def has_spare_worker(self, role: str) -> bool:
         """Whether there is a free worker for `role` that no other run waits for."""
         if self.shared:
-            jobs = await job_registry.ask(self.client, "jobs")
+            jobs = await self._ask("jobs")
             if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
                 return False
         if self.on_gpus and role in EXCLUSIVE_ROLES:
             claim = {"id": self.job, "role": role, "avoid": list(self.lost), "peek": True}
-            return bool(await job_registry.ask(self.client, "claim_gpus", **claim))
+            return bool(await self._ask("claim_gpus", **claim))
         async with self.choose_lock:
             workers = await self._workers()
-            roles_by_address = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+            roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
             return bool(self._free(role, {a: w for a, w in workers.items() if a not in roles_by_address}))
 
     async def _restart(self, address: str) -> None:
@@ -271,13 +271,13 @@ class DaskWorkers:
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
-        roles_by_address = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+        roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
         candidates = [(a, w) for a, w in workers.items() if role in roles_by_address.get(a, ())]
         if role in EXCLUSIVE_ROLES:
             candidates = [(a, w) for a, w in candidates if not self.roles_by_worker.get(str(w["name"]))]
             if self.on_gpus and not candidates:
                 claim = {"id": self.job, "role": role, "avoid": list(self.lost)}
-                address = await job_registry.ask(self.client, "claim_gpus", **claim)
+                address = await self._ask("claim_gpus", **claim)
                 candidates = [(a, w) for a, w in workers.items() if a == address]
                 if not candidates:
                     return None
@@ -316,9 +316,7 @@ class DaskWorkers:
 
     async def _claim(self, address: str, role: str) -> bool:
         """Claim a worker for this run. Returns False if it belongs to another run."""
-        return not self.shared or bool(
-            await job_registry.ask(self.client, "claim", id=self.job, address=address, role=role)
-        )
+        return not self.shared or bool(await self._ask("claim", id=self.job, address=address, role=role))
 
     async def wait_for_workers(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
         """Wait until the run has all its workers on a shared cluster; it has none before that. Returns the reason if
@@ -337,8 +335,7 @@ class DaskWorkers:
         self.own_worker = own_worker
         if not own_worker:
             needs = Needs.from_config(config, driver=False)
-            await job_registry.ask(
-                self.client,
+            await self._ask(
                 "queue",
                 id=self.job,
                 needs=asdict(needs),
@@ -346,10 +343,7 @@ class DaskWorkers:
                 driver=str(self.client.id),
             )
         announced_reason = ""
-        while (
-            await self._identity(0)
-            and not (job := await job_registry.ask(self.client, "check_admission", id=self.job))["admitted"]
-        ):
+        while await self._identity(0) and not (job := await self._ask("check_admission", id=self.job))["admitted"]:
             if job["state"] in submitted_job.ENDED:
                 raise ConfigError(f"cluster: {job['why']}")
             if job["stop"]:
@@ -362,7 +356,7 @@ class DaskWorkers:
             await asyncio.sleep(ADMISSION_POLL_S)
         if own_worker:
             self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
-        self.placement_text = await job_registry.ask(self.client, "placement_text", id=self.job)
+        self.placement_text = await self._ask("placement_text", id=self.job)
         self.on_gpus = bool(self.placement_text)
         return ""
 
@@ -370,18 +364,26 @@ class DaskWorkers:
         """Return the scheduler's description of itself and of up to `n_workers` workers, -1 for all. Raises ClusterLost
         if it is another scheduler than at the start, because Dask's client reconnects to any scheduler at the
         address."""
-        try:
-            info: dict[str, Any] = await self.client.scheduler.identity(n_workers=n_workers)
-        except OSError as error:
-            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME_HINT}") from error
+        info: dict[str, Any] = await self._answer(self.client.scheduler.identity(n_workers=n_workers))
         self.scheduler_id = self.scheduler_id or str(info["id"])
         if info["id"] != self.scheduler_id:
             raise ClusterLost(f"cluster: the scheduler was restarted, so the run's actors are gone; {RESUME_HINT}")
         return info
 
+    async def _ask(self, verb: str, **arguments: Any) -> Any:
+        """Call the job registry. Raises ClusterLost if the scheduler does not answer."""
+        return await self._answer(job_registry.ask(self.client, verb, **arguments))
+
+    async def _answer(self, request: Awaitable[Any]) -> Any:
+        """Await the reply to a request to the scheduler. Raises ClusterLost if there is none."""
+        try:
+            return await request
+        except OSError as error:
+            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME_HINT}") from error
+
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
-        unavailable = await job_registry.ask(self.client, "unavailable", owner=self.job) if self.shared else []
+        unavailable = await self._ask("unavailable", owner=self.job) if self.shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in unavailable}
 
     async def close(self) -> None:

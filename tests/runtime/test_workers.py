@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from distributed.comm import CommClosedError
 
+from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.processes.worker_protocol import ClusterLost
 from staleflow.stores.errors import ActorLost, ConfigError
@@ -156,6 +158,19 @@ async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> 
             await waits
         assert asyncio.get_running_loop().time() - begin < 6.0
         assert placing.waiting == {}
+
+
+async def test_placement_fails_if_the_connection_to_the_scheduler_breaks_during_a_call_of_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def closed(*_: Any, **__: Any) -> None:
+        raise CommClosedError("ConnectionResetError: [Errno 104] Connection reset by peer")
+
+    async with workers_of(["a"], num_heavy=2) as (placing, _):
+        monkeypatch.setattr(job_registry, "ask", closed)
+        placing.shared = True
+        with pytest.raises(ClusterLost, match=r"^cluster: the scheduler does not answer any more \(ConnectionReset.*"):
+            await placing.place("rollout-1", "rollout", object)
 
 
 async def test_an_actor_waits_for_a_worker_that_joins() -> None:
