@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from staleflow.stores.errors import StoreError
 from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.in_flight.in_flight_state import InFlightState, NewGroup
 from staleflow.stores.in_flight.spool import Spool
@@ -399,9 +400,19 @@ class TrajectoryServer:
         Args:
             trajectories: Trajectories of the step, group by group; empty if it is requested again, stored or not.
             versions: The v_traj of each trajectory, as decided by the ledger.
+
+        Raises:
+            StoreError: A trajectory has no reward. The driver has seen one, so it was lost with a server whose spool
+                could not be written.
         """
         applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
+            if lost := [t for t in trajectories if t not in self._in_flight.scored]:
+                raise StoreError(
+                    f"{self._spool.folder}: step {step} needs trajectories that were lost with the trajectory server, "
+                    f"since the spool could not be written: {lost[:3]}; free space, then `staleflow resume` continues "
+                    "the run"
+                )
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.stores.errors import ActorFailed
+from staleflow.stores.errors import ActorFailed, StoreError
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
@@ -325,6 +325,28 @@ async def test_an_episode_state_with_an_outcome_waits_until_the_outcome_is_spool
     opened.set()
     await asyncio.gather(blocked, outcome)
     assert [state is not None and state.has_outcome for state in await states] == [True]
+
+
+async def test_a_batch_is_refused_if_its_rewards_were_lost_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full, so the restored server has less of the trajectories than the driver knows of."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.sample(ZERO)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(scene.server._spool, "_write", fail)
+        await scene.reward(ONE)
+        await scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=1.0))])
+    server = scene.restart()
+    with pytest.raises(
+        StoreError, match=r"step 0 needs trajectories .*: \[0, 1\]; free space, then `staleflow resume`"
+    ):
+        await server.batch(0, (ZERO, ONE), (V0, V0), 0)
+    assert not server._in_flight.batches
 
 
 @both_stores
