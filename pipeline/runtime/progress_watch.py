@@ -38,9 +38,11 @@ class ProgressWatch:
             self._last_progress_s = now_s()
 
     def check(self) -> None:
-        """Raise RunStuck if there was no progress for longer than deadlines.train_s or stuck_s."""
-        key = "train_s" if self._coordinator.is_training else "stuck_s"
-        limit_s: float = getattr(self._deadlines, key)
+        """Raise RunStuck if there was no progress for longer than deadlines.stuck_s; during a training step, than
+        train_s and call_s together, since a trainer that has not ended the step after train_s is replaced."""
+        key, limit_s = "stuck_s", self._deadlines.stuck_s
+        if self._coordinator.is_training:
+            key, limit_s = "train_s + deadlines.call_s", self._deadlines.train_s + self._deadlines.call_s
         if now_s() - self._last_progress_s > limit_s:
             raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{key}): {self._coordinator.explain_waiting()}")
 

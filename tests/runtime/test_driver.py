@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime import progress_watch
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -201,6 +203,24 @@ def test_resume_points_are_kept_as_often_as_set(body: Body) -> None:
 
 
 # -- nothing happens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_training", "limit_s"), [(True, 80.0), (False, 30.0)])
+def test_a_run_is_stuck_only_after_the_trainer_would_have_been_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_training: bool, limit_s: float
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress_watch, "now_s", lambda: now)
+    coordinator: Any = SimpleNamespace(is_training=is_training, explain_waiting=lambda: "it waits")
+    idle: Any = SimpleNamespace()
+    watch = progress_watch.ProgressWatch(
+        coordinator, idle, idle, DeadlineConfig(train_s=60.0, call_s=20.0, stuck_s=30.0)
+    )
+    now = limit_s
+    watch.check()
+    now = limit_s + 1.0
+    with pytest.raises(RunStuck, match=f"no progress for {limit_s:g} s"):
+        watch.check()
 
 
 def test_a_stuck_run_names_what_it_waits_for_and_the_setting(body: Body) -> None:
