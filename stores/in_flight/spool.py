@@ -11,7 +11,8 @@ Entries (stores/in_flight/spool_entries.py) are appended to numbered part files 
   stored by a step that all kept resume points include. So the spool holds in-flight work and what was consumed since
   the oldest resume point.
 - A spool that cannot be written does not end the run: it warns once, appends nothing until the next part begins, and
-  trajectories whose entries are missing restart from their prompts when the run is resumed.
+  trajectories whose entries are missing restart from their prompts when the run is resumed. If the trajectory server
+  is lost meanwhile, the first batch that needs one of them ends the run.
 """
 
 from __future__ import annotations
