@@ -407,11 +407,11 @@ class TrajectoryServer:
         """
         applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
-            if lost := [t for t in trajectories if t not in self._in_flight.scored]:
+            if missing_ids := [t for t in trajectories if t not in self._in_flight.scored]:
                 raise StoreError(
                     f"{self._spool.folder}: step {step} needs trajectories that were lost with the trajectory server, "
-                    f"since the spool could not be written: {lost[:3]}; free space, then `staleflow resume` continues "
-                    "the run"
+                    f"since the spool could not be written: {missing_ids[:3]}; free space, then `staleflow resume` "
+                    "continues the run"
                 )
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
