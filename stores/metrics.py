@@ -109,7 +109,7 @@ METRICS = (
     Metric(name="mismatch_max", unit="nats", doc="largest |stored - recomputed logprob|, as above",
            label="largest"),
     Metric(name="probe_drift", unit="nats", doc="mean |logprob of the probe - the trainer's|, of the instance where it "
-           "is largest"),
+           "is largest; absent without a held-out prompt"),
     Metric(name="probe_limit", unit="nats", doc="the most that probe_drift may be before an instance is taken out of "
            "service"),
     Metric(name="learning_rate", unit="", doc="learning rate of the step"),

@@ -36,8 +36,9 @@ class StepRecords:
     def make_step_record(self, published_step: PublishedStep) -> StepRecord:
         """Build the record of a finished step, with the current ledger. Adds metrics to those of the step."""
         metrics = published_step.metrics
-        metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
-        metrics["probe_limit"] = self._actors.verification.drift_limit
+        if self._actors.verification.probe:  # else no logprobs were compared
+            metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
+            metrics["probe_limit"] = self._actors.verification.drift_limit
         if (mixture := self._coordinator.mixture) is not None:
             metrics.update(mixture.take_metrics())
         for alarm in self._training_alarms.observe(published_step.version - 1, metrics):

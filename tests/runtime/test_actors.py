@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime.step_records import StepRecords
 from staleflow.pipeline.runtime.weight_verification import DRIFT_FACTOR, PROBE_TOKENS, WeightVerification
 from staleflow.stores.errors import ActorLost, ConfigError, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.tasks.actors.trainer import PublishedStep
 from tests.support import virtual_time
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
@@ -373,3 +376,17 @@ async def test_close_does_not_raise_when_actors_are_gone(body: Body) -> None:
         closed = [call.actor for call in stage.workers.calls if call.method == "close"]
         assert sorted(closed[:2]) == ["rollout-0", "rollout-1"]
         assert closed[2:] == ["trainer", "reward-0", "server", "parameters-one"]
+
+
+@pytest.mark.parametrize("prompts", [[], [(5, 6, 7)]])
+def test_a_step_has_a_drift_only_if_logprobs_were_compared(prompts: list[Sequence[int]]) -> None:
+    verification = WeightVerification(RunConfig(), context=256)
+    verification.set_probe(prompts)
+    ledger = SimpleNamespace(num_started=0, num_ended={}, next_step=0, version=0)
+    records = StepRecords(
+        cast(Any, SimpleNamespace(mixture=None, ledger=ledger)),
+        cast(Any, SimpleNamespace(verification=verification, instances={})),
+        [],
+    )
+    step = PublishedStep(version=PolicyVersion(1), metrics={}, fingerprint="", path="")
+    assert ("probe_drift" in records.make_step_record(step).metrics) == bool(prompts)
