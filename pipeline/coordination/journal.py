@@ -95,6 +95,7 @@ class Journal:
         self._part = max(list_closed_parts(path), default=0) + 1
         with self._one_line_errors():
             self._file: BinaryIO = path.open("ab")
+            _next_file(path).unlink(missing_ok=True)
         self._begin_part()
 
     def _begin_part(self) -> None:
@@ -118,9 +119,10 @@ class Journal:
         part = self._path.with_name(f"{self._path.name}.{self._part:04}")
         with self._one_line_errors():
             self._file.close()
+            self._file = _next_file(self._path).open("ab")
             self._path.rename(part)
+            _next_file(self._path).rename(self._path)
             self._part += 1
-            self._file = self._path.open("ab")
         self._begin_part()
         if self._on_part_closed is not None:
             self._on_part_closed(part)
@@ -133,6 +135,12 @@ class Journal:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # failed writes have raised already
             self._file.close()
+
+
+def _next_file(path: Path) -> Path:
+    """The file that becomes the journal at `path` when its present part is closed. If only it is there, the writer was
+    killed in between; if neither is, a file was removed."""
+    return path.with_name(f".{path.name}.next")
 
 
 def list_closed_parts(path: Path) -> dict[int, Path]:
@@ -193,7 +201,8 @@ class JournalReader:
             raise ConfigError(f"{self.path.with_name(name)}: this part of the journal is missing; restore it")
         for number, file in parts.items():
             yield from self._read_file(file, number, is_last=False)
-        yield from self._read_file(self.path, len(parts) + 1, is_last=True)
+        if self.path.exists() or not _next_file(self.path).exists():
+            yield from self._read_file(self.path, len(parts) + 1, is_last=True)
 
     def _read_file(self, file: Path, part: int, *, is_last: bool) -> Iterator[JournalEntry]:
         number = 0

@@ -32,6 +32,7 @@ def registry_calls() -> set[str]:
     trees = [ast.parse(text) for text in texts if re.search(r"\bask\(", text)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     verbs = [item for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for item in call.args[1:2]]
+    verbs += [item for call in calls if ast.unparse(call.func) == "self._ask" for item in call.args[:1]]
     return {str(verb.value) for verb in verbs if isinstance(verb, ast.Constant)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import signal
@@ -168,6 +169,39 @@ def test_a_journal_of_a_killed_process_has_every_written_entry(tmp_path: Path) -
         read = [entry.now for entry in journal.JournalReader(path)]
         assert read == list(range(len(read)))
         assert len(read) > last
+
+
+def test_a_journal_whose_writer_was_killed_between_two_parts_is_read_and_continued(
+    tmp_path: Path, full_journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+
+    entries, rename = list(journal.JournalReader(full_journal)), Path.rename
+
+    def rename_unless_next(file: Path, target: Path) -> Path:
+        if target == path:
+            raise OSError(errno.EIO, "killed")
+        return rename(file, target)
+
+    def append_all(book: journal.Journal) -> None:
+        for entry in entries:
+            book.append(entry.now, entry.event, entry.commands)
+
+    killed = journal.Journal(path, part_bytes=PART_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_unless_next)
+        with pytest.raises(StoreError, match="killed"):
+            append_all(killed)
+    killed.close()
+    before = list(journal.JournalReader(path))
+    assert before and not path.exists()
+    continued = journal.Journal(path)
+    continued.append(1e9, Tick(), ())
+    continued.close()
+    assert [entry.now for entry in journal.JournalReader(path)] == [*(entry.now for entry in before), 1e9]
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(journal.JournalReader(path))
 
 
 def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
