@@ -16,7 +16,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate
 
 AT = {"step": "a step", "resume": "a resume", "end": "the end"}
-AUDIT_S = 600.0
+AUDIT_S = 1800.0
 """Seconds an audit may take, counted anew when it is tried again."""
 STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 """How trajectories end that a run gives up at its end."""
