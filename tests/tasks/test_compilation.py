@@ -4,6 +4,7 @@ PyTorch's own kernels, because the compiler takes minutes on a CPU; tests/gpu/ h
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Count compiled graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    return counter
+    yield counter
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("knobs", [{}, {"recompute_activations": True, "microbatch_tokens": 64}])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from staleflow.pipeline.sizing.memory import EngineShape, ModelShape, TrainingShape, kv_bytes, parameter_bytes
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
@@ -41,10 +42,10 @@ def others() -> Iterator[set[int]]:
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in the process, by address."""
+    """Return the storages of all tensors in the process, by address. Tensors of PyTorch's compiler have no memory."""
     by_address = {}
     for item in gc.get_objects():
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and not isinstance(item, FakeTensor):
             for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
