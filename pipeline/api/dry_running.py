@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +47,9 @@ class DryRunResult:
         """The result for display, one line per part of the job."""
         lines = ["prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_length_range)]
         if self.first_prompt:
-            lines.append(f"         the first: {textwrap.shorten(repr(self.first_prompt), MAX_PROMPT_CHARS)}")
+            text = repr(self.first_prompt)  # its white space as it is
+            rest = "" if len(text) <= MAX_PROMPT_CHARS else f"... ({len(self.first_prompt)} characters)"
+            lines.append(f"         the first: {text[:MAX_PROMPT_CHARS]}{rest}")
         lines.append(
             "reward   computed for {} random responses, {:g} to {:g}".format(self.num_scored, *self.reward_range)
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from staleflow.pipeline.api.dry_running import DryRunResult
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.runtime.test_run import check, run, staleflow
@@ -99,3 +100,15 @@ def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job:
     assert parsed["first_prompt"].endswith("=")
     assert 0 < parsed["prompt_length_range"][0] <= parsed["prompt_length_range"][1] < 64
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_first_prompt_is_shown_with_its_white_space_up_to_a_length() -> None:
+    def shown(prompt: str) -> str:
+        result = DryRunResult(
+            steps=3, prompt_length_range=(1, 2), first_prompt=prompt, num_scored=1, reward_range=(0.0, 1.0),
+            reward_errors={}, findings=(),
+        )  # fmt: skip
+        return result.lines[1].strip()
+
+    assert shown("a  b\n\nc") == r"the first: 'a  b\n\nc'"
+    assert shown("x" * 2000).endswith("xxx... (2000 characters)")
