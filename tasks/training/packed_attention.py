@@ -167,8 +167,8 @@ def _varlen_attention(
     window: int | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of all rows in one kernel, [1, T, heads, D]. The parts of the sequence are its queries; each has the
-    keys of the shared prompt, if there is one, and its own."""
+    """Attention of all rows in one kernel, [1, T, heads, D]. The queries of each part of the sequence attend to the
+    keys of the shared prompt, if its row has such a prompt, and to the keys of the part."""
     dtype = _attention_dtype(query)
     query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     query_starts, key_starts, max_queries, max_keys = _varlen_starts(blocks, query.device)
