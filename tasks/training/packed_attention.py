@@ -188,7 +188,8 @@ def _varlen_attention(
 
 def _with_repeatable_gradient(output: torch.Tensor) -> torch.Tensor:
     """Let the gradient of an attention kernel's output be computed equally each time. By default a GPU's kernels add up
-    the gradients of queries in any order, so that no step would repeat bit for bit. Returns the output."""
+    the gradients of queries in any order, so that no step would repeat bit for bit. docs/gpu.md says for which rows it
+    was shown. Returns the output."""
     node = output.grad_fn
     # Attention by matrix products is repeatable, and these refuse the setting unless cuBLAS has it as well.
     if output.is_cuda and node is not None and "att" in node.name().lower():
