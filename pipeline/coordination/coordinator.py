@@ -1,13 +1,14 @@
 """Decides which commands follow from an event. Has no side effects.
 
-`handle(event, now)` is the only method that changes anything, and it returns all commands. There is no clock, no
-randomness, no input and no output, so a recorded list of events gives the same commands again. Strategies propose; the
-coordinator checks their proposals against the protocol and counts every refusal with its reason. `CoordinatorState`
-holds what it knows, and `CommandIssuer` turns each decision into commands.
+`handle(event, now)` is the only method that changes the state, and it returns all commands. There is no clock, no input
+and no output, and random numbers come only from the seeded generators of rules, so a recorded list of events gives the
+same commands again. Strategies propose; the coordinator checks their proposals against the protocol and counts every
+refusal with its reason. `CoordinatorState` holds what it knows, and `CommandIssuer` turns each decision into commands.
 
 Commands count as executed when they are issued. A report that was sent before a command arrived can therefore
 contradict the state, so reports never change which instance runs a trajectory. Only commands and the answers to them
-do. An answer carries the route number of its routing; if that is not the latest, the answer is late and ignored.
+do. An answer of an instance, and an observation or failure of an environment, carries the route number of its routing;
+if that is not the latest, the answer is late and ignored. A reward counts if the trajectory waits for one.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is None:
             return
-        if not trajectory.is_being_truncated or event.tokens == 0:
+        if not trajectory.is_being_truncated or event.tokens <= trajectory.turn_start:  # an empty turn cannot be scored
             self._state.requeue_interrupted(trajectory, event.tokens)
             self._decision_log.note(trajectory.id, f"interrupted at {format_sampled_tokens(event)}")
         elif self._strategies.environments:

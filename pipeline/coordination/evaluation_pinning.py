@@ -55,7 +55,7 @@ class PinPlanner:
             and instance.max_running > 0
             and (instance.version == version or (version == published and not instance.pulling))
         ]
-        candidates.sort(key=lambda instance: (instance.version != version, instance.kv_tokens, instance.row))
+        candidates.sort(key=lambda instance: (instance.version != version, instance.kv_tokens, instance.index))
         return candidates[:num_missing]
 
     def must_pull(self, instance: Instance) -> bool:
@@ -91,7 +91,7 @@ class PinPlanner:
             return "no slot for the evaluation"
         return min(
             candidates,
-            key=lambda instance: (instance.id != trajectory.cached_instance, instance.num_eval_running, instance.row),
+            key=lambda instance: (instance.id != trajectory.cached_instance, instance.num_eval_running, instance.index),
         )
 
     @property

@@ -107,7 +107,7 @@ class Evaluations:
         return idle_instances
 
     def unpin_lost(self, instance: InstanceId) -> None:
-        """Unpin a lost instance. Another one may join under its name later."""
+        """Unpin a lost instance."""
         if self.running is not None:
             self.running.pinned_instances.pop(instance, None)
 

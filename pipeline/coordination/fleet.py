@@ -1,7 +1,7 @@
 """The coordinator's view of its rollout instances. Pure.
 
 Numbers that are compared between instances are kept in arrays with one element per instance, so that choosing among a
-thousand instances takes microseconds. `Instance` has all data of one instance, and its `row` in the arrays. Only the
+thousand instances takes microseconds. `Instance` has all data of one instance, and its `index` in the arrays. Only the
 methods of `Fleet` change both, together.
 """
 
@@ -28,7 +28,7 @@ class Instance:
     """The version that it serves, or will serve once its current pull is done."""
     kv_capacity: int
     max_running: int
-    row: int
+    index: int
     pulling: bool = False
     asleep: bool = False
     """Whether it was ordered to free its GPUs, or joined without using them. It gets no trajectories until it pulls."""
@@ -55,7 +55,7 @@ class Fleet:
         self.serves_many_versions = serves_many_versions
         self._by_id: dict[InstanceId, Instance] = {}
         self._instances: list[Instance] = []
-        self._columns = np.zeros((5, 8))
+        self._numbers = np.zeros((5, 8))
         """Running trajectories, KV tokens, version, KV capacity and most running trajectories; a column per instance,
         some of them unused."""
         self._distinct_versions: list[PolicyVersion] | None = None
@@ -66,13 +66,13 @@ class Fleet:
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._instances)
 
-    def __getitem__(self, row: int) -> Instance:
-        return self._instances[row]
+    def __getitem__(self, index: int) -> Instance:
+        return self._instances[index]
 
     def get(self, instance_id: InstanceId | None) -> Instance | None:
         return self._by_id.get(instance_id) if instance_id is not None else None
 
-    def get_if_cached(self, instance_id: InstanceId | None, version: PolicyVersion) -> Instance | None:
+    def get_if_context_valid(self, instance_id: InstanceId | None, version: PolicyVersion) -> Instance | None:
         """Return an instance if the context that it cached while serving `version` is still valid."""
         instance = self.get(instance_id)
         is_valid = instance is not None and (self.serves_many_versions or instance.version == version)
@@ -81,16 +81,16 @@ class Fleet:
     @property
     def running(self) -> npt.NDArray[np.float64]:
         """Number of trajectories that each instance runs."""
-        return self._columns[0, : len(self._instances)]
+        return self._numbers[0, : len(self._instances)]
 
     @property
     def kv_tokens(self) -> npt.NDArray[np.float64]:
         """KV tokens of the trajectories that each instance runs."""
-        return self._columns[1, : len(self._instances)]
+        return self._numbers[1, : len(self._instances)]
 
     @property
     def served_versions(self) -> npt.NDArray[np.float64]:
-        return self._columns[2, : len(self._instances)]
+        return self._numbers[2, : len(self._instances)]
 
     def distinct_versions(self) -> list[PolicyVersion]:
         """The versions that instances serve, oldest first."""
@@ -103,7 +103,7 @@ class Fleet:
         after their running ones have grown to a typical length; otherwise some would be preempted. An empty instance
         has room for any trajectory."""
         count = len(self._instances)
-        running, used_kv_tokens, version, kv_capacity, max_running = self._columns[:, :count]
+        running, used_kv_tokens, version, kv_capacity, max_running = self._numbers[:, :count]
         needed_kv_tokens = np.maximum(used_kv_tokens + kv_tokens, (running + 1) * typical_kv_tokens)
         fits: BoolArray = (
             (version >= min_version) & (running < max_running) & ((needed_kv_tokens <= kv_capacity) | (running == 0))
@@ -115,7 +115,7 @@ class Fleet:
         count = len(self._instances)
         if not count:
             return "no instance"
-        running, _, version, _, max_running = self._columns[:, :count]
+        running, _, version, _, max_running = self._numbers[:, :count]
         is_new_enough = version >= min_version
         if not is_new_enough.any():
             return "version too old"
@@ -126,16 +126,16 @@ class Fleet:
     def validate(self) -> None:
         """Check that index and arrays agree with the instances."""
         if self._by_id != {instance.id: instance for instance in self._instances}:
-            raise ProtocolViolation(f"instances by id and by row differ: {sorted(self._by_id)}")
-        for row, instance in enumerate(self._instances):
-            if instance.row != row:
-                raise ProtocolViolation(f"{instance.id} is in row {row}, not {instance.row}")
-            expected_column = (
+            raise ProtocolViolation(f"instances by id and by index differ: {sorted(self._by_id)}")
+        for index, instance in enumerate(self._instances):
+            if instance.index != index:
+                raise ProtocolViolation(f"{instance.id} has index {index}, not {instance.index}")
+            expected_numbers = (
                 instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity, instance.max_running,
             )  # fmt: skip
-            if expected_column != tuple(self._columns[:, row]):
+            if expected_numbers != tuple(self._numbers[:, index]):
                 raise ProtocolViolation(
-                    f"{instance.id} has {expected_column}, but the arrays have {tuple(self._columns[:, row])}"
+                    f"{instance.id} has {expected_numbers}, but the arrays have {tuple(self._numbers[:, index])}"
                 )
         if self._distinct_versions is not None and self._distinct_versions != sorted(
             {instance.version for instance in self._instances}
@@ -156,39 +156,39 @@ class Fleet:
         """Add an instance that runs nothing."""
         if instance_id in self._by_id:
             raise ProtocolViolation(f"{instance_id} joins twice")
-        if len(self._instances) == self._columns.shape[1]:
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        if len(self._instances) == self._numbers.shape[1]:
+            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
         instance = Instance(
             id=instance_id,
             version=version,
             kv_capacity=kv_capacity,
             max_running=max_running,
-            row=len(self._instances),
+            index=len(self._instances),
             asleep=asleep,
         )
         self._instances.append(instance)
         self._by_id[instance_id] = instance
         self._distinct_versions = None
-        self._columns[3:, instance.row] = kv_capacity, max_running
+        self._numbers[3:, instance.index] = kv_capacity, max_running
         self._update(instance)
         return instance
 
     def drain(self, instance: Instance) -> None:
         """Exclude an instance from routing."""
         instance.max_running = 0
-        self._columns[4, instance.row] = 0
+        self._numbers[4, instance.index] = 0
 
     def remove_instance(self, instance: Instance) -> None:
-        """Remove an instance that runs nothing any more. The instance of the last row takes its row."""
+        """Remove an instance that runs nothing any more. The last instance takes its index."""
         if instance.trajectories:
             raise ProtocolViolation(f"{instance.id} is removed with {instance.num_running} trajectories on it")
         del self._by_id[instance.id]
         self._distinct_versions = None
         last = self._instances.pop()
         if last is not instance:
-            self._columns[:, instance.row] = self._columns[:, last.row]
-            last.row = instance.row
-            self._instances[instance.row] = last
+            self._numbers[:, instance.index] = self._numbers[:, last.index]
+            last.index = instance.index
+            self._instances[instance.index] = last
 
     def add_trajectory(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Add a trajectory to an instance."""
@@ -239,7 +239,7 @@ class Fleet:
 
     def _update(self, instance: Instance) -> None:
         """Copy an instance's numbers into the arrays."""
-        columns, row = self._columns, instance.row
-        columns[0, row] = len(instance.trajectories)  # one by one: assigning a slice takes three times as long
-        columns[1, row] = instance.kv_tokens
-        columns[2, row] = instance.version
+        numbers, index = self._numbers, instance.index
+        numbers[0, index] = len(instance.trajectories)  # one by one: assigning a slice takes three times as long
+        numbers[1, index] = instance.kv_tokens
+        numbers[2, index] = instance.version

@@ -109,7 +109,7 @@ class MovePlanner:
                 trajectory.phase is Phase.RUNNING
                 and source is not None
                 and self._may_move(trajectory)
-                and trajectory.tokens > 0
+                and trajectory.tokens > trajectory.turn_start
             ):
                 yield Move(trajectory, source, None, "straggler: truncated")
 
@@ -144,5 +144,5 @@ class MovePlanner:
     def _sort_by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""
         fleet = self._state.fleet
-        rows = self._step_costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
-        return [fleet[int(row)] for row in rows]
+        indices = self._step_costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
+        return [fleet[int(index)] for index in indices]

@@ -42,22 +42,22 @@ class RoutePlanner:
             return "version too old" if may_start else "no place under the bound"
         fitting_mask = fleet.fitting_mask(trajectory.kv_tokens, min_version, self._typical_kv_tokens)
         target = fleet.get(trajectory.move_target)
-        if target is not None and fitting_mask[target.row]:
+        if target is not None and fitting_mask[target.index]:
             return target
         if not fitting_mask.any():
             return fleet.refusal_reason(trajectory.kv_tokens, min_version)
         candidate = Candidate(kv_tokens=trajectory.kv_tokens, continued=trajectory.tokens > 0)
-        row = routing.choose(candidate, fleet, fitting_mask)
-        if row is not None and not (0 <= row < len(fleet) and fitting_mask[row]):
+        index = routing.choose(candidate, fleet, fitting_mask)
+        if index is not None and not (0 <= index < len(fleet) and fitting_mask[index]):
             return "the routing rule chose an instance that does not fit"
         cached_instance = self._fitting_cached_instance(trajectory, fitting_mask)
         if cached_instance is not None and (
-            row is None or self._prefers_cached(trajectory, cached_instance, fleet[row])
+            index is None or self._prefers_cached(trajectory, cached_instance, fleet[index])
         ):
             return cached_instance
-        if row is None:
+        if index is None:
             return "declined by the routing rule"
-        return fleet[row]
+        return fleet[index]
 
     def can_receive_work(self, version: PolicyVersion) -> bool:
         """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be
@@ -67,8 +67,8 @@ class RoutePlanner:
 
     def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting_mask: BoolArray) -> Instance | None:
         """The instance that may have a trajectory's context in its cache, if it has room for the trajectory."""
-        cached_instance = self._state.fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
-        return cached_instance if cached_instance is not None and fitting_mask[cached_instance.row] else None
+        cached_instance = self._state.fleet.get_if_context_valid(trajectory.cached_instance, trajectory.cached_version)
+        return cached_instance if cached_instance is not None and fitting_mask[cached_instance.index] else None
 
     def _prefers_cached(
         self, trajectory: LiveTrajectory, cached_instance: Instance, preferred_instance: Instance

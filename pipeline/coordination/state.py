@@ -319,8 +319,7 @@ class CoordinatorState(ReplanFlags):
         self._leave_instance(trajectory)
         self._finish_move(trajectory)
         if trajectory.is_being_truncated and not truncated:  # it ended before; its next turn may be truncated
-            self.truncations.add(-1)
-            trajectory.moved_at_version = -1
+            self._undo_truncation(trajectory)
         trajectory.tokens = trajectory.delivered_tokens = tokens
         trajectory.is_being_truncated, trajectory.is_last_turn_truncated = False, truncated
         self._enter_phase(trajectory, phase)
@@ -334,7 +333,7 @@ class CoordinatorState(ReplanFlags):
         phase = next_phase(trajectory.phase, Transition.ENVIRONMENT_STEPPED)
         trajectory.observation_tokens += tokens - trajectory.tokens
         self._enter_phase(trajectory, phase)
-        trajectory.tokens = trajectory.delivered_tokens = tokens
+        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start = tokens
         self._enqueue(trajectory)
         self._routing_changed = True
 
@@ -342,7 +341,10 @@ class CoordinatorState(ReplanFlags):
         """Queue a trajectory whose environment failed or was lost, with only its prompt. Returns its number of
         failures."""
         self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.RESTARTED))
-        trajectory.tokens = trajectory.delivered_tokens = trajectory.num_turns = trajectory.observation_tokens = 0
+        if trajectory.is_last_turn_truncated:
+            self._undo_truncation(trajectory)
+        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start = 0
+        trajectory.num_turns = trajectory.observation_tokens = 0
         trajectory.num_failures += not is_lost
         self._enqueue(trajectory)
         self._routing_changed = True
@@ -363,7 +365,7 @@ class CoordinatorState(ReplanFlags):
     def pop_cached_instance(self, trajectory: LiveTrajectory) -> InstanceId | None:
         """Clear the instance that may have a trajectory's context cached; returns it if the cache may still be
         there."""
-        instance = self.fleet.get_if_cached(trajectory.cached_instance, trajectory.cached_version)
+        instance = self.fleet.get_if_context_valid(trajectory.cached_instance, trajectory.cached_version)
         trajectory.cached_instance = None
         return instance.id if instance is not None else None
 
@@ -465,11 +467,16 @@ class CoordinatorState(ReplanFlags):
         phase = next_phase(trajectory.phase, transition)
         self._leave_instance(trajectory)
         if trajectory.is_being_truncated:  # it left for another reason, or without tokens; it may be truncated later
-            self.truncations.add(-1)
-            trajectory.is_being_truncated, trajectory.moved_at_version = False, -1
+            self._undo_truncation(trajectory)
         trajectory.tokens = tokens
         self._enter_phase(trajectory, phase)
         self._enqueue(trajectory)
+
+    def _undo_truncation(self, trajectory: LiveTrajectory) -> None:
+        """Forget a truncation that did not end the trajectory, which may be truncated later."""
+        self.truncations.add(-1)
+        trajectory.is_being_truncated = trajectory.is_last_turn_truncated = False
+        trajectory.moved_at_version = -1
 
     def _leave_instance(self, trajectory: LiveTrajectory) -> None:
         """Take a running trajectory off its instance. Call this before its number of tokens changes."""

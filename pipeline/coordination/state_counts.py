@@ -45,7 +45,7 @@ class TruncationCounts:
         self.num_truncated_in_step = 0
 
     def add(self, count: int) -> None:
-        """Add 1 for a trajectory that is being truncated, or -1 if it ended before it was truncated."""
+        """Add 1 for a trajectory that is being truncated, or -1 if it is not truncated after all."""
         self.num_truncated += count
         self.num_truncated_in_step = max(0, self.num_truncated_in_step + count)
 

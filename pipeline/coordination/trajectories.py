@@ -30,6 +30,8 @@ class LiveTrajectory:
     """Sampled tokens, as last reported."""
     delivered_tokens: int = 0
     """Tokens that the trajectory server is known to have: they survive the loss of the instance."""
+    turn_start: int = 0
+    """Number of tokens it had when its latest turn began, or when the run was resumed."""
     num_failures: int = 0
     """Number of engine failures, lost instances and environment failures so far."""
     num_turns: int = 0
@@ -84,6 +86,7 @@ def restore_members(group: GroupInFlight, sampled_phase: Phase, now: float) -> l
             route_number=1 if member.version >= 0 else 0,
             tokens=member.tokens,
             delivered_tokens=member.tokens,
+            turn_start=member.tokens,
             reward=member.reward,
             observation_tokens=member.given_tokens,
             phase_since=now,

@@ -78,13 +78,15 @@ class UserRouting(UserCode, Routing):
         read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens))
         prefix = f"{ROUTING.key} = {self.name!r}"
         try:
-            row = self.code.choose(candidate, read_only, _read_only(fitting_mask))
+            index = self.code.choose(candidate, read_only, _read_only(fitting_mask))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{prefix}: choose raised {type(error).__name__}: {error_text(error)}") from error
         try:
-            return None if row is None else operator.index(row)
+            return None if index is None else operator.index(index)
         except Exception:  # noqa: BLE001  a value of user code may raise anything
-            raise ConfigError(f"{prefix}: choose returned {row!r}; it must return a row number or None") from None
+            raise ConfigError(
+                f"{prefix}: choose returned {index!r}; it must return an instance's index or None"
+            ) from None
 
 
 def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -210,7 +210,7 @@ def test_an_unfitting_instance_is_refused_with_a_reason(user_file: Path, name: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Text", "choose returned 'the first'; it must return a row number or None"),
+        ("Text", "choose returned 'the first'; it must return an instance's index or None"),
         ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
         ("Meddles", "choose raised ValueError: assignment destination is read-only"),
         ("Leaves", "choose raised SystemExit: 0"),
@@ -223,7 +223,7 @@ def test_an_error_of_a_rule_names_the_rule(user_file: Path, name: str, message: 
 
 
 def test_an_invalid_return_value_of_a_rule_names_the_rule(user_file: Path) -> None:
-    with pytest.raises(ConfigError, match="it must return a row number or None"):
+    with pytest.raises(ConfigError, match="it must return an instance's index or None"):
         coordinator_commands(job(f"rollout.routing={user_file}:Odd"))
 
 

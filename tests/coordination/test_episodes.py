@@ -9,6 +9,7 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import Interrupt, Route
 from staleflow.pipeline.coordination.events import (
+    EnvironmentFailed,
     EnvironmentStepped,
     InstanceReported,
     PullFinished,
@@ -70,6 +71,27 @@ def test_a_turn_that_ends_before_its_truncation_lets_the_next_turn_be_truncated(
     assert truncation_orders(bench, 25) == []
 
 
+def test_a_turn_without_tokens_is_not_truncated() -> None:
+    bench = bench_waiting_for_last()
+    bench.sampled(LAST, 10)
+    observation_event(bench, LAST, 20)
+    assert truncation_orders(bench, 20) == []
+    assert [o.trajectory for o in truncation_orders(bench, 24)] == [LAST]
+    commands = bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=2, tokens=20))  # without the tokens
+    assert [c.trajectory for c in commands_of(commands, Route)] == [LAST]
+    assert bench.coordinator._state.truncations.num_truncated == 0
+    assert [o.trajectory for o in truncation_orders(bench, 21)] == [LAST]
+
+
+def test_a_truncated_episode_whose_environment_fails_may_be_truncated_again() -> None:
+    bench = bench_waiting_for_last()
+    assert [o.trajectory for o in truncation_orders(bench, 4)] == [LAST]
+    bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=1, tokens=6))
+    bench.tell(EnvironmentFailed(trajectory=LAST, route_number=1, error="lost", lost=True))
+    assert bench.coordinator._state.truncations.num_truncated == 0
+    assert [o.trajectory for o in truncation_orders(bench, 4)] == [LAST]
+
+
 @pytest.mark.parametrize("recurring", [False, True])
 def test_the_length_of_a_truncated_episode_is_not_learned(recurring: bool) -> None:
     bench = bench_waiting_for_last()
@@ -100,7 +122,7 @@ def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_a_rule_that_chooses_an_invalid_row_is_rejected_in_every_turn(turn: int) -> None:
+def test_a_rule_that_chooses_an_invalid_index_is_rejected_in_every_turn(turn: int) -> None:
     class Rule:
         turns = 0
 

@@ -53,15 +53,15 @@ def live(state: CoordinatorState, trajectory: int) -> LiveTrajectory:
     return state.live_trajectories[TrajectoryId(trajectory)]
 
 
-def send(state: CoordinatorState, trajectory: int, row: int = 0) -> None:
-    state.route(live(state, trajectory), state.fleet[row])
+def send(state: CoordinatorState, trajectory: int, index: int = 0) -> None:
+    state.route(live(state, trajectory), state.fleet[index])
 
 
 # -- invariants --------------------------------------------------------------------------------------------------
 
 
 def move_in_arrays(state: CoordinatorState) -> None:
-    state.fleet._columns[1, 0] += 1
+    state.fleet._numbers[1, 0] += 1
 
 
 def swap_instances(state: CoordinatorState) -> None:
@@ -129,8 +129,8 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "counted too much": (count_wrong, "KV tokens"),
     "arrays out of date": (move_in_arrays, "but the arrays have"),
     "version out of date": (lambda s: setattr(s.fleet[0], "version", PolicyVersion(3)), "but the arrays have"),
-    "rows swapped": (swap_instances, "is in row"),
-    "instance without an id": (lambda s: s.fleet._by_id.pop(B), "by id and by row differ"),
+    "instances swapped": (swap_instances, "has index"),
+    "instance without an id": (lambda s: s.fleet._by_id.pop(B), "by id and by index differ"),
     "versions in service out of date": (
         lambda s: s.fleet.distinct_versions().append(PolicyVersion(7)),
         "list of served versions",
@@ -194,7 +194,7 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "pass_time": (lambda s: s.flag_timed_decisions(), (False, [A, B], False, True)),
     "join": (lambda s: s.add_instance(InstanceId("c"), PolicyVersion(0), 9, 9), (False, [A, B, "c"], True, True)),
     "remove_instance": (lambda s: s.remove_instance(s.fleet[1]), (False, [], False, False)),
-    "send": (lambda s: send(s, 4, row=1), (False, [], False, False)),
+    "send": (lambda s: send(s, 4, index=1), (False, [], False, False)),
     "refuse": (lambda s: s.record_refusal(live(s, 6), "KV memory"), (False, [], False, False)),
     "start_move": (lambda s: s.start_move(live(s, 0), None), (False, [], False, False)),
     "finish_sampling": (lambda s: s.finish_sampling(live(s, 0), 9), (False, [A], False, True)),
@@ -255,12 +255,12 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
 def test_siblings_share_the_level_of_their_group_and_a_move_counts_on_both_instances() -> None:
     state = busy_state()
     assert len(state.unreserved_groups) == 1
-    send(state, 6, row=1)
+    send(state, 6, index=1)
     assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
     assert [item.num_moves for item in state.fleet] == [1, 1]
     state.requeue_interrupted(live(state, 1), 9)
     assert [item.num_moves for item in state.fleet] == [0, 1]
-    send(state, 1, row=1)
+    send(state, 1, index=1)
     assert [item.num_moves for item in state.fleet] == [0, 0]
     assert len(state.unreserved_groups) == 0
     validate(state)
@@ -269,7 +269,7 @@ def test_siblings_share_the_level_of_their_group_and_a_move_counts_on_both_insta
 def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
     state = busy_state()
     state.requeue_interrupted(live(state, 0), 9)
-    send(state, 0, row=1)
+    send(state, 0, index=1)
     state.record_progress(state.fleet[1], [(TrajectoryId(0), 30)])
     assert state.fleet[1].kv_tokens == 40
     assert state.requeue_failed(live(state, 0), Transition.INSTANCE_LOST) == 1
@@ -358,11 +358,11 @@ STATE_VERBS = methods(CoordinatorState) - {"get_running", "get_in_environment", 
 STATE_FIELDS = set(vars(CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=1))))
 CHANGING_DICT = {"pop", "popitem", "clear", "update", "setdefault"}
 CHANGING_SET = {"add", "discard", "remove", "pop", "clear", "update"}
-FLEET_QUERIES = {"get", "get_if_cached", "distinct_versions", "fitting_mask", "refusal_reason", "validate"}
+FLEET_QUERIES = {"get", "get_if_context_valid", "distinct_versions", "fitting_mask", "refusal_reason", "validate"}
 OWNED = {
     "ledger": LEDGER_VERBS,
     "fleet": methods(Fleet)
-    - {"get", "get_if_cached", "distinct_versions", "fitting_mask", "refusal_reason", "validate"},
+    - {"get", "get_if_context_valid", "distinct_versions", "fitting_mask", "refusal_reason", "validate"},
     "queue": methods(WorkQueue) - {"head", "levels", "count", "num_reserved"},
     "live_trajectories": CHANGING_DICT,
     "unreserved_groups": CHANGING_SET,
@@ -476,7 +476,7 @@ def test_a_write_by_another_module_is_detected(line: str) -> None:
 def test_writes_by_the_owner_are_allowed() -> None:
     owned: Any = {
         "state": "live.phase = 1\nself.fleet.add_trajectory(1)\nself.ledger.abort(1)",
-        "fleet": "one.row = 3",
+        "fleet": "one.index = 3",
     }
     assert [list(writes(source, module)) for module, source in owned.items()] == [[], []]
     assert list(writes("self._state.route(live)", "coordinator")) == []
