@@ -8,7 +8,7 @@ the branch's own tokens.
 Positions count the tokens of prompt and response from 0.
 
 Invariants:
-- A branch continues an earlier position, 0 <= after < start, and branches are stored one after another.
+- A branch continues an earlier position, 0 <= parent_end < start, and branches are stored one after another.
 - A token has one context. Tokens that several branches share are stored once, and each sampled token is trained on
 once.
 """
@@ -30,8 +30,8 @@ class ContextBranch(NamedTuple):
 
     start: int
     """Position of the branch's first own token."""
-    after: int
-    """Position behind the last token that the branch keeps, with that token's context; 0 if it keeps none."""
+    parent_end: int
+    """Position behind the last token of the earlier context that the branch keeps; 0 if it keeps none."""
 
 
 def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
@@ -51,7 +51,7 @@ def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]
         index -= 1
     while index >= 0:
         parts.append((branches[index].start, end))
-        end = branches[index].after
+        end = branches[index].parent_end
         index -= 1
         while index >= 0 and branches[index].start >= end:  # the token at end - 1 is of an earlier one
             index -= 1

@@ -78,5 +78,5 @@ def merge_ids(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     if not len(edges):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     reach = np.maximum.accumulate(edges[:, 1])
-    starts = np.concatenate([[True], edges[1:, 0] > reach[:-1]])
-    return edges[starts, 0], reach[np.concatenate([starts[1:], [True]])]
+    begins_interval = np.concatenate([[True], edges[1:, 0] > reach[:-1]])
+    return edges[begins_interval, 0], reach[np.concatenate([begins_interval[1:], [True]])]

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: means with intervals, pass@k, majority, and paired differences. Pure.
+"""Statistics of rewards: means with intervals, pass@k, majority, and paired differences. Pure.
 
 Rewards come prompt by prompt: a sequence for each prompt, of its responses. The prompts are the sample: responses to
 one prompt resemble each other, so they do not count as independent (Miller 2024, arXiv 2411.00640, section 2.2).
@@ -19,7 +19,7 @@ LEVEL = 0.95
 MIN_PROMPTS = 10
 """Fewest prompts for an interval that supposes a normal mean, and for a paired test: with fewer, one prompt decides."""
 MAX_EXACT = 12
-"""Prompts with a difference up to which all signs are enumerated: 4,096 sums."""
+"""Maximum number of nonzero differences for which all sign combinations are enumerated: 4,096 sums."""
 NUM_DRAWS = 9_999
 """Random signs for more prompts: the standard error of a p-value of .05 is .002."""
 
@@ -67,8 +67,8 @@ def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
     responses to each, the clustered one (arXiv 2411.00640, equation 4) times sqrt(P / (P - 1)).
 
     The interval of rewards of 0 and 1 is Wilson's, whose number of trials is what would have this standard error if
-    responses were independent, at least the number of prompts: all right or all wrong is not certainty. Of other
-    rewards it is Student's, and None where all prompts have the same mean.
+    responses were independent, at least the number of prompts and at most that of responses: all right or all wrong is
+    not certainty. Of other rewards it is Student's, and None where all prompts have the same mean.
 
     rewards: prompts without responses are left out.
     """
@@ -123,10 +123,10 @@ def best_of(rewards: Sequence[float], k: int) -> float:
     return sum(math.comb(i, k - 1) / combinations * reward for i, reward in enumerate(sorted(rewards)))
 
 
-def best_of_counts(num_samples: int) -> list[int]:
+def pass_at_ks(num_samples: int) -> list[int]:
     """The k for which pass@k is reported: powers of two above 1, and the number of samples.
 
-    >>> best_of_counts(12)
+    >>> pass_at_ks(12)
     [2, 4, 8, 12]
     """
     powers = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
@@ -150,7 +150,7 @@ def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
 def paired_difference(
     base: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
 ) -> PairedDifference | None:
-    """Mean difference of `other` and `base` over the prompts with responses in both. Pairing makes the error much
+    """Mean of `other` minus `base` over the prompts with responses in both. Pairing makes the error much
     smaller, because prompts differ more than policies (arXiv 2411.00640, section 4.2).
 
     The p-value holds without assumptions on the distribution: were the policies alike, each prompt's difference would

@@ -126,9 +126,10 @@ class EnvSpan:
     tokens: IntArray  # [T] token ids; none if the environment said nothing and nothing bridges the turns
     seconds: float = 0.0
     """How long the environment took."""
-    after: int | None = None
-    """If a branch begins with them: the place after the last token that it keeps; see stores/context_branches.py."""
-    auxiliary: bool = False
+    parent_end: int | None = None
+    """Position behind the last token of the earlier context that is kept, if a context branch begins with these tokens;
+    see stores/context_branches.py."""
+    next_turn_auxiliary: bool = False
     """Whether the turn after them is not to be trained on. It is stored as given, once its trajectory is whole."""
 
 
@@ -221,8 +222,8 @@ class Trajectory:
         conversation."""
         starts, position = [], len(self.prompt_tokens)
         for span in self.spans:
-            if isinstance(span, EnvSpan) and span.after is not None:
-                starts.append(ContextBranch(position, span.after))
+            if isinstance(span, EnvSpan) and span.parent_end is not None:
+                starts.append(ContextBranch(position, span.parent_end))
             position += len(span.tokens)
         return tuple(starts)
 

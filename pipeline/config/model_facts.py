@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
-from staleflow.pipeline.config.model_files import context_of, find_model, format_context, read_context
+from staleflow.pipeline.config.model_files import context_of, find_model, format_context, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 
@@ -38,38 +39,43 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
             )
         if not config.has_texts:
             return ModelFacts(context_length=2**31, eos=(), nonce=secrets.token_hex(4))
-    folder = find_model(config.model.path, key)
+    subject, folder = f"{key} = {config.model.path!r}", find_model(config.model.path, key)
+    eos: tuple[int, ...] = ()
     if config.emulated and folder is not None:
-        return ModelFacts(context_length=read_context(folder, config.model.path), eos=(), nonce=secrets.token_hex(4))
+        architecture = read_architecture(folder, subject)
+    else:
+        architecture, eos = _load_configuration(str(folder or config.model.path), subject)
+    context, max_new_tokens, kv_tokens = (
+        context_of(architecture), config.rollout.max_new_tokens, config.rollout.engine.kv_tokens,
+    )  # fmt: skip
+    if max_new_tokens >= context:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt: "
+            f"the model's context is {format_context(architecture)}"
+        )
+    if kv_tokens < context and kv_tokens < 2 * max_new_tokens:
+        raise ConfigError(
+            f"rollout.engine.kv_tokens = {kv_tokens} is too small for a prompt and a response of {max_new_tokens} "
+            f"tokens; set it to at least {2 * max_new_tokens}"
+        )
+    return ModelFacts(context_length=context, eos=() if config.emulated else eos, nonce=secrets.token_hex(4))
+
+
+def _load_configuration(path: str, subject: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Load a model's configuration and the ids of the tokens that end a response. Raises ConfigError."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    path = str(folder or config.model.path)
     try:
-        architecture = AutoConfig.from_pretrained(path)
+        configuration = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{key} = {config.model.path!r}: cannot be loaded: {reason}") from error
-    eos_ids: set[int] = set()
+        raise ConfigError(f"{subject}: cannot be loaded: {reason}") from error
     try:
         eos_token_id = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
-        eos_token_id = architecture.eos_token_id
-    eos_ids |= {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+        eos_token_id = getattr(configuration, "eos_token_id", None)
+    eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     if tokenizer.eos_token_id is not None:
-        eos_ids.add(int(tokenizer.eos_token_id))
-    context = context_of(architecture.to_dict())
-    if config.rollout.max_new_tokens >= context:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: "
-            f"the model's context is {format_context(architecture.to_dict())}"
-        )
-    if (
-        config.rollout.engine.kv_tokens < context
-        and config.rollout.engine.kv_tokens < 2 * config.rollout.max_new_tokens
-    ):
-        raise ConfigError(
-            f"rollout.engine.kv_tokens = {config.rollout.engine.kv_tokens} is too small for a prompt and a response of "
-            f"{config.rollout.max_new_tokens} tokens; set it to at least {2 * config.rollout.max_new_tokens}"
-        )
-    return ModelFacts(context_length=context, eos=tuple(sorted(eos_ids)), nonce=secrets.token_hex(4))
+        eos.add(int(tokenizer.eos_token_id))
+    return configuration.to_dict(), tuple(sorted(eos))

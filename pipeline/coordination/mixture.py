@@ -81,7 +81,7 @@ class SourceCounts:
     """Counts of a source for display. Shares are of the groups of all sources so far."""
 
     name: str
-    ratio: float
+    target_share: float
     """Its ratio over the sum of all ratios."""
     drawn_share: float
     trained_share: float
@@ -95,7 +95,7 @@ class SourceCounts:
     def line(self) -> str:
         """The counts and shares as a line of text."""
         return (
-            f"task {self.name}: {self.trained_share:.1%} of the trained groups (ratio {self.ratio:.1%}), "
+            f"task {self.name}: {self.trained_share:.1%} of the trained groups (ratio {self.target_share:.1%}), "
             f"{self.drawn_share:.1%} of the drawn; {self.num_trained} trained, {self.num_filtered} filtered, "
             f"{self.num_aborted} aborted" + (", failing" if self.is_failing else "")
         )
@@ -109,7 +109,7 @@ def count_by_source(ratios: Mapping[str, float], states: Sequence[SourceState]) 
     return tuple(
         SourceCounts(
             name=name,
-            ratio=ratio / ratio_sum,
+            target_share=ratio / ratio_sum,
             drawn_share=state.num_drawn / num_drawn,
             trained_share=state.num_trained / num_trained,
             num_drawn=state.num_drawn,

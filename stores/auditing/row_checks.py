@@ -123,7 +123,7 @@ class Spans:
     sizes: Ints
     seconds: npt.NDArray[np.float64]
     """0 for sampled spans."""
-    after: Ints
+    parent_ends: Ints
     """-1 where no context branch begins."""
 
     @classmethod
@@ -131,19 +131,21 @@ class Spans:
         """Build the arrays from tuples of row, instance, version, tokens, seconds and `after`. Raises OverflowError for
         numbers beyond 64 bits."""
         table = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
-        rows, versions, sizes, after = table.reshape(-1, 4).T
+        rows, versions, sizes, parent_ends = table.reshape(-1, 4).T
         instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
-        return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
+        return cls(
+            instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, parent_ends=parent_ends
+        )
 
     def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
         """Context branches by row, for rows that have any. prompts: prompt length of each row."""
         by_row: dict[int, list[ContextBranch]] = {}
         starts = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
-        for i in np.flatnonzero(self.after >= 0).tolist():
+        for i in np.flatnonzero(self.parent_ends >= 0).tolist():
             row = int(self.rows[i])
             position = int(prompts[row] + starts[i] - starts[firsts[row]])
-            by_row.setdefault(row, []).append(ContextBranch(position, int(self.after[i])))
+            by_row.setdefault(row, []).append(ContextBranch(position, int(self.parent_ends[i])))
         return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
@@ -201,7 +203,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
 def _of_span(span: Span) -> tuple[str, int, int, float, int]:
     """(instance, version, tokens, seconds, after) of a span."""
     if isinstance(span, EnvSpan):
-        return span.role, NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
+        return span.role, NO_VERSION, len(span.tokens), span.seconds, -1 if span.parent_end is None else span.parent_end
     return span.instance, span.version, len(span.tokens), 0.0, -1
 
 
@@ -232,7 +234,7 @@ def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: b
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
     if any(
-        branch.after >= branch.start
+        branch.parent_end >= branch.start
         for row_branches in spans.branches(prompt_lengths).values()
         for branch in row_branches
     ):

@@ -387,10 +387,14 @@ class InFlightState:
         if t.id in self.scored:
             return False
         observation = EnvSpan(
-            role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
+            role=entry.role,
+            tokens=entry.tokens,
+            seconds=entry.seconds,
+            parent_end=entry.parent_end,
+            next_turn_auxiliary=entry.next_turn_auxiliary,
         )
         self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
-        self.turn_limits[t.id] = entry.turn_tokens, entry.stop
+        self.turn_limits[t.id] = entry.max_turn_tokens, entry.stop
         return True
 
     def _restart(self, entry: spool_entries.EpisodeRestarted) -> bool:
@@ -495,8 +499,8 @@ def _mask_auxiliary_turns(spans: Sequence[Span]) -> tuple[Span, ...]:
     auxiliary = False
     for span in spans:
         if isinstance(span, EnvSpan):
-            auxiliary = span.auxiliary
-            result.append(replace(span, auxiliary=False))
+            auxiliary = span.next_turn_auxiliary
+            result.append(replace(span, next_turn_auxiliary=False))
         else:
             result.append(EnvSpan(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
     return tuple(result)

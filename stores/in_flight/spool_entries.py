@@ -76,11 +76,11 @@ class ObservationDelivered:
     """Time that the environment took."""
     at_s: float
     attempt: int = 0
-    turn_tokens: int = 0
+    max_turn_tokens: int = 0
     """Token limit of the next turn; 0 if the environment set none."""
-    after: int | None = None
-    """Where a context branch begins with the observation, as in EnvSpan."""
-    auxiliary: bool = False
+    parent_end: int | None = None
+    """Position behind the last kept token of the earlier context, if a context branch begins with the observation."""
+    next_turn_auxiliary: bool = False
     """Whether the next turn is not trained on."""
     stop: StopCriteria = NO_STOP
     """Stop criteria of the next turn."""

@@ -145,14 +145,17 @@ def unpack(
     end = middle + row["response_tokens"]
     spans: list[Span] = []
     index, versions_match = middle, True
-    for origin, version, size, seconds, after in stored_spans:
-        if after >= index - row_start:
+    for origin, version, size, seconds, parent_end in stored_spans:
+        if parent_end >= index - row_start:
             raise StoreError(
-                f"trajectory {row['trajectory']}: its branch at token {index - row_start} goes on after token {after}"
+                f"trajectory {row['trajectory']}: its branch at token {index - row_start} goes on after token "
+                f"{parent_end}"
             )
         ids, logprobs = tokens["ids"][index : index + size], tokens["logprobs"][index : index + size]
         if version == NO_VERSION:
-            spans.append(EnvSpan(role=origin, tokens=ids, seconds=seconds, after=None if after < 0 else after))
+            spans.append(
+                EnvSpan(role=origin, tokens=ids, seconds=seconds, parent_end=None if parent_end < 0 else parent_end)
+            )
         else:
             instance = InstanceId(origin)
             spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
@@ -185,14 +188,14 @@ def unpack(
 
 
 def parse_span(instance: str, version: int, size: int, *env_values: float) -> tuple[str, int, int, float, int]:
-    """Parse a stored span. Raises ValueError or TypeError if it is malformed. Seconds of sampled spans are 0; `after`
-    is -1 if no branch begins with the span."""
+    """Parse a stored span. Raises ValueError or TypeError if it is malformed. Seconds of sampled spans are 0;
+    `parent_end` is -1 if no branch begins with the span."""
     if len(env_values) not in ((1, 2) if version == NO_VERSION else (0,)):
         raise ValueError(f"a span of version {version} with {len(env_values)} further numbers")
-    seconds, after = (*env_values, -1)[:2] if env_values else (0.0, -1)
-    if len(env_values) == 2 and after < 0:
-        raise ValueError(f"a branch that goes on after token {after}")
-    return str(instance), int(version), int(size), float(seconds), int(after)
+    seconds, parent_end = (*env_values, -1)[:2] if env_values else (0.0, -1)
+    if len(env_values) == 2 and parent_end < 0:
+        raise ValueError(f"a branch that goes on after token {parent_end}")
+    return str(instance), int(version), int(size), float(seconds), int(parent_end)
 
 
 def _extra_fields(trajectory: Trajectory) -> dict[str, Any]:
@@ -206,8 +209,8 @@ def _extra_fields(trajectory: Trajectory) -> dict[str, Any]:
 
 def _encode_span(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens] of a segment; [role, NO_VERSION, tokens, seconds] of an EnvSpan,
-    with `after` at the end if a branch begins with it."""
+    with `parent_end` at the end if a branch begins with it."""
     if isinstance(span, EnvSpan):
         values: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
-        return values if span.after is None else [*values, span.after]
+        return values if span.parent_end is None else [*values, span.parent_end]
     return [span.instance, span.version, len(span.tokens)]

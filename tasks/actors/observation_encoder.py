@@ -109,9 +109,9 @@ def observation_entry(
         seconds=item.seconds,
         at_s=at_s,
         attempt=attempt,
-        turn_tokens=params.max_tokens,
-        after=observation_tokens.parent_end,
-        auxiliary=params.auxiliary,
+        max_turn_tokens=params.max_tokens,
+        parent_end=observation_tokens.parent_end,
+        next_turn_auxiliary=params.auxiliary,
         stop=params.stop,
     )
 

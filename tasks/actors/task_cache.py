@@ -60,7 +60,8 @@ class TaskCache:
         if missing_groups := sorted(wanted_groups - set(records)):
             tasks = self._tasks_of(missing_groups)
             drawn = await self._in_thread(lambda: self._read_records(missing_groups, tasks))
-            self._records |= drawn
+            live_groups = self._tasks_of(missing_groups)  # some may have ended meanwhile
+            self._records |= {group: record for group, record in drawn.items() if group in live_groups}
             records |= drawn
         return records
 

@@ -6,8 +6,8 @@ transformers' public AttentionInterface and AttentionMaskInterface: the model pa
 chunked) as a function of two positions, and scale, soft cap and sinks.
 
 Most models attend to the cached keys and values themselves, which are read in place. Some cache a smaller tensor and
-compute keys and values from it in each pass (latent attention, arXiv 2405.04434). A layer of these is an expanding
-layer: it gets the cached tensors of all contexts, and passes the keys and values that it computes from them.
+compute keys and values from it in each pass (latent attention, arXiv 2405.04434). Such a latent layer gets the cached
+tensors of all contexts, and passes the keys and values that it computes from them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RowPass:
         num_new_tokens: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the
             indices of the rows in the order of the pass.
         layers: Storage of each layer, by index.
-        expanding_layers: Indices of the layers known to be expanding. A pass over empty rows, in which both kinds get
+        latent_layers: Indices of the layers known to be latent. A pass over empty rows, in which both kinds get
             the same keys, adds those that it detects.
     """
 
@@ -75,11 +75,11 @@ class RowPass:
         num_new_tokens: Sequence[tuple[BatchRow, int]],
         buckets: Buckets,
         layers: dict[int, LayerStorage],
-        expanding_layers: set[int],
+        latent_layers: set[int],
         device: torch.device,
     ) -> None:
         self._layers = layers
-        self._expanding_layers = expanding_layers
+        self._latent_layers = latent_layers
         self._layers_by_keys: dict[int, tuple[int, torch.Tensor]] = {}
         """The layer of each keys tensor that `update` has returned unexpanded, by the tensor's id; the tensor is kept
         so that its id stays unique."""
@@ -107,7 +107,7 @@ class RowPass:
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of the new tokens, [B, heads, tokens, size] each, into a layer's storage. Returns the
-        same tensors; for an expanding layer the cached tensors of all contexts, [1, heads, sum of R * K of all parts,
+        same tensors; for a latent layer the cached tensors of all contexts, [1, heads, sum of R * K of all parts,
         size]."""
         flat_keys, flat_values = _flat(keys), _flat(values)
         heads = keys.shape[1]
@@ -123,7 +123,7 @@ class RowPass:
         for new_tokens, slots in zip(self._new_tokens, self._storage_indices[heads], strict=True):
             keys_and_values = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
             self._layers[layer].write(new_tokens.capacity, new_tokens.rows, slots, *keys_and_values)
-        if layer in self._expanding_layers:
+        if layer in self._latent_layers:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
         self._layers_by_keys[id(keys)] = layer, keys
         return keys, values
@@ -151,7 +151,7 @@ class RowPass:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of each new token, [B, tokens, heads, size]. query: [B, heads, tokens, size]. key,
-        value: tensors that `update` has returned; of an expanding layer, expanded."""
+        value: tensors that `update` has returned; of a latent layer, those computed from them."""
         batch, heads, tokens, size = query.shape
         flat_query = _flat(query)
         output: torch.Tensor | None = None
@@ -194,7 +194,7 @@ class RowPass:
                 index = part.slots, slice(None), slice(part.num_keys)
                 yield part, storage.keys[part.capacity][index], storage.values[part.capacity][index]
             return
-        self._expanding_layers.add(layer)
+        self._latent_layers.add(layer)
         start = 0
         for part in self._parts:
             shape = len(part.positions), part.num_keys

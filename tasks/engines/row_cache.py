@@ -103,13 +103,13 @@ class RowCache(Cache):
         return not self._recurrent_layers
 
     def begin_pass(
-        self, num_new_tokens: Sequence[tuple[BatchRow, int]], expanding_layers: set[int], device: torch.device
+        self, num_new_tokens: Sequence[tuple[BatchRow, int]], latent_layers: set[int], device: torch.device
     ) -> RowPass:
         """Allocate the storage for a pass. num_new_tokens: its rows, each with the number of its new tokens.
-        expanding_layers: see RowPass."""
+        latent_layers: see RowPass."""
         for row, count in num_new_tokens:
             self._buckets.reserve(row, row.length + count)
-        row_pass = RowPass(num_new_tokens, self._buckets, self._storages, expanding_layers, device)
+        row_pass = RowPass(num_new_tokens, self._buckets, self._storages, latent_layers, device)
         if self._recurrent_layers:
             self._load_states([num_new_tokens[i][0] for i in row_pass.order])
         return row_pass

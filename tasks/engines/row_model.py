@@ -37,14 +37,14 @@ class RowModel:
         self._before_pass = before_pass
         names = inspect.signature(model.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in names)
-        self._expanding_layers: set[int] = set()
+        self._latent_layers: set[int] = set()
         self.cache = self.new_cache()
         with torch.inference_mode():
             self._detect_properties()
 
     def _detect_properties(self) -> None:
-        """Detect which layers expand their cached keys and values (see RowPass), and whether recurrent layers can
-        compute several new tokens from a state that is not empty: in some models these ignore the state."""
+        """Detect which layers cache latents (RowPass adds them to the set in the first pass), and whether recurrent
+        layers can compute several new tokens from a state that is not empty: in some models these ignore the state."""
         full_row, split_row, cache = BatchRow(), BatchRow(), self.new_cache()
         (expected_logits,) = self.logits([(full_row, TRIAL_TOKENS)], [1], self.new_cache())
         if not self.cache.can_crop:
@@ -65,7 +65,8 @@ class RowModel:
         num_logits: Sequence[int],
         cache: RowCache | None = None,
     ) -> list[torch.Tensor]:
-        """Compute new tokens of rows. The caller must add the number of new tokens to the length of each row.
+        """Run one forward pass over new tokens of rows, and cache them. The caller must add their number to the length
+        of each row.
 
         Args:
             new_tokens: Rows and their new tokens; for a model with recurrent layers the same number of tokens for each
@@ -74,24 +75,25 @@ class RowModel:
             cache: The cache that has these rows; None for `self.cache`.
 
         Returns:
-            For each row [num_logits, vocabulary], float32.
+            For each row [num_logits, vocabulary], in the model's dtype.
         """
         cache = cache or self.cache
         device = self._model.device
-        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new_tokens], self._expanding_layers, device)
+        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new_tokens], self._latent_layers, device)
         if self._before_pass is not None:
             self._before_pass([new_tokens[i][0] for i in row_pass.order for _ in new_tokens[i][1]])
         ids = [token for i in row_pass.order for token in new_tokens[i][1]]
         positions = [new_tokens[i][0].length + n for i in row_pass.order for n in range(len(new_tokens[i][1]))]
-        logit_positions: Any
+        logits_to_keep: int | torch.Tensor  # positions, or the number of last ones in each row
         if cache.can_crop:
-            shape, logit_positions, end = (1, len(ids)), [], 0
+            shape, end = (1, len(ids)), 0
+            positions_to_keep: list[int] = []
             for i in row_pass.order:
                 end += len(new_tokens[i][1])
-                logit_positions += range(end - num_logits[i], end)
-            logit_positions = torch.tensor(logit_positions or [0], device=device)
+                positions_to_keep += range(end - num_logits[i], end)
+            logits_to_keep = torch.tensor(positions_to_keep or [0], device=device)
         else:
-            shape, logit_positions = (len(new_tokens), len(new_tokens[0][1])), max(*num_logits, 1)
+            shape, logits_to_keep = (len(new_tokens), len(new_tokens[0][1])), max(*num_logits, 1)
         token = current_row_pass.set(row_pass)
         try:
             output = self._model(
@@ -99,7 +101,7 @@ class RowModel:
                 position_ids=torch.tensor(positions, device=device).view(shape),
                 **{self._cache_name: cache},
                 use_cache=True,
-                logits_to_keep=logit_positions,
+                logits_to_keep=logits_to_keep,
             )
         finally:
             current_row_pass.reset(token)

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput, sanitize_line
+from staleflow.tasks.environments.terminal_output import RelayedOutput, sanitize_line, shorten_line
 
 LEADER_SCRIPT = 'while read -r group; do groups="$groups -$group"; done; kill -9 $groups 0'
 """Script of the shell that leads a group. It reads the ids of further groups, and kills them together with its own."""
@@ -128,7 +128,7 @@ class _EpisodeStream:
         if _owner.get() is None:
             return self._stream.write(text)
         *lines, self._partial_line = (self._partial_line + text).split("\n")
-        self._partial_line = self._partial_line[:MAX_LINE_BYTES]
+        self._partial_line = shorten_line(self._partial_line)
         if lines:
             self._stream.write("".join(f"{sanitize_line(line)}\n" for line in lines))
         return len(text)

@@ -15,8 +15,8 @@ from typing import IO
 
 from staleflow.stores.printable import printable
 
-MAX_LINE_BYTES = 4000
-"""Maximum bytes of a line; longer lines are truncated."""
+MAX_LINE_CHARS = 4000
+"""Maximum characters of a line; longer lines are truncated."""
 DRAIN_TIMEOUT_S = 1.0
 """Seconds `wait` allows for the remaining output."""
 
@@ -24,7 +24,14 @@ DRAIN_TIMEOUT_S = 1.0
 def sanitize_line(line: str) -> str:
     """Make a line safe to print on a terminal. As on a terminal, only the text after the last carriage return is kept.
     line: without its line feed."""
-    return printable(line.rstrip("\r").rpartition("\r")[2], MAX_LINE_BYTES)
+    return printable(shorten_line(line).rstrip("\r"), MAX_LINE_CHARS)
+
+
+def shorten_line(line: str) -> str:
+    """Drop the text of an unfinished line that its carriage returns overwrite, and what is beyond the printed length.
+    Carriage returns at its end become one, because the text after them decides whether they overwrite anything."""
+    text = line.rstrip("\r")
+    return text.rpartition("\r")[2][: MAX_LINE_CHARS + 1] + "\r" * (len(text) < len(line))
 
 
 class RelayedOutput:
@@ -33,7 +40,8 @@ class RelayedOutput:
 
     def __init__(self) -> None:
         read_fd, self._write_fd = os.pipe()
-        self._thread = threading.Thread(target=_relay, args=(os.fdopen(read_fd, "rb"),), name="output", daemon=True)
+        stream = os.fdopen(read_fd, encoding="utf-8", errors="replace", newline="\n")
+        self._thread = threading.Thread(target=_relay, args=(stream,), name="output", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -50,13 +58,19 @@ class RelayedOutput:
         self._thread.join(DRAIN_TIMEOUT_S)
 
 
-def _relay(stream: IO[bytes]) -> None:
-    at_line_start = True
+def _relay(stream: IO[str]) -> None:
+    line = ""
     with stream:
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            ends_line = line.endswith(b"\n")
-            if at_line_start:
-                # A standard error that is closed must not end this thread: whoever writes would get a broken pipe.
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(sanitize_line(line.decode("utf-8", "replace").rstrip("\n")) + "\n")
-            at_line_start = ends_line
+        while piece := stream.readline(MAX_LINE_CHARS + 1):
+            line = shorten_line(line + piece.removesuffix("\n"))
+            if piece.endswith("\n"):
+                _print(line)
+                line = ""
+        if line:
+            _print(line)
+
+
+def _print(line: str) -> None:
+    # A standard error that is closed must not end the thread: whoever writes would get a broken pipe.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(sanitize_line(line) + "\n")

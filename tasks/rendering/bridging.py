@@ -41,27 +41,27 @@ class Bridge(Protocol):
         ...
 
 
-def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
-    """Create the bridge of a job. model: its name in the job. template: environment.template."""
+def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, observation_template: str) -> Bridge:
+    """Create the bridge of a job. model: its name in the job. observation_template: environment.template."""
     if not chat:
-        return PlainBridge(tokenizer, template)
+        return PlainBridge(tokenizer, observation_template)
     by_template = TemplateBridge(tokenizer)
     renderer = tokenizer.renderer(model)
     return by_template if renderer is None else RendererBridge(renderer, by_template)
 
 
 class PlainBridge:
-    """Messages as plain texts, without a chat template. Nothing is added to the model's turn. template: text around
-    each message."""
+    """Messages as plain texts, without a chat template. Nothing is added to the model's turn.
+    observation_template: text around each message."""
 
-    def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: ChatTokenizer, observation_template: str) -> None:
+        self._tokenizer, self._observation_template = tokenizer, observation_template
 
     def check(self, roles: Collection[str]) -> None:
         """Do nothing: any role may follow."""
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        texts = [self._template.replace("{observation}", message.content) for message in messages]
+        texts = [self._observation_template.replace("{observation}", message.content) for message in messages]
         return list(self._tokenizer.ids("".join(texts)))
 
 
@@ -71,7 +71,7 @@ class TemplateBridge:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._role_cache: dict[str, str] = {}
-        """The roles that the template knows messages of each role as, once that was tried."""
+        """The role under which the template accepts messages of each role, for the roles tried so far."""
 
     def check(self, roles: Collection[str]) -> None:
         for role in roles:
@@ -142,8 +142,9 @@ class RendererBridge:
 
     def check(self, roles: Collection[str]) -> None:
         prompt = list(self._renderer.render_ids([{"role": "user", "content": QUESTION}], add_generation_prompt=True))
+        any_turn = prompt[:1]
         for role in roles:
-            if self._bridge_tokens(prompt, prompt[:1], [Message(role, PROBE)]) is None:
+            if self._bridge_tokens(prompt, any_turn, [Message(role, PROBE)]) is None:
                 self._fallback.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:

@@ -25,12 +25,16 @@ class FileTokenizer:
         self._transformers_tokenizer: Any = None
         file = folder / "tokenizer.json"
         problem = f"model.path = {str(folder)!r}: its tokenizer cannot be loaded"
-        with raised_as(ConfigError, problem, Exception, remedy="copy the model again"):  # the package's own
+        # The package raises plain `Exception`s.
+        with raised_as(ConfigError, problem, Exception, remedy="copy the model again"):
             self._fast_tokenizer: Any = tokenizers.Tokenizer.from_file(str(file)) if file.is_file() else None
+        if self._fast_tokenizer is not None:  # a file may store limits of an earlier training; transformers resets them
+            self._fast_tokenizer.no_truncation()
+            self._fast_tokenizer.no_padding()
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         if self._fast_tokenizer is None:
-            encoding: dict[str, list[int]] = self._loaded()(text, add_special_tokens=add_special_tokens)
+            encoding: dict[str, list[int]] = self._transformers()(text, add_special_tokens=add_special_tokens)
             return encoding
         return {"input_ids": self._fast_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
@@ -38,7 +42,7 @@ class FileTokenizer:
         """The text of a conversation, as by transformers' method of this name."""
         template = chat_template(self._folder)
         if not isinstance(template, str) or not template:
-            return str(self._loaded().apply_chat_template(list(messages), **options))
+            return str(self._transformers().apply_chat_template(list(messages), **options))
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options.pop("tokenize", None)
@@ -49,16 +53,18 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._fast_tokenizer is None:
-            return str(self._loaded().decode(tokens, skip_special_tokens=skip_special_tokens))
+            return str(self._transformers().decode(tokens, skip_special_tokens=skip_special_tokens))
         return str(self._fast_tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     @property
     def unknown_id(self) -> int:
         """Id of the token for text outside the vocabulary; -1 if there is none."""
         if self._fast_tokenizer is None:
-            token_id = self._loaded().unk_token_id
+            token_id = self._transformers().unk_token_id
         else:
-            name = getattr(self._fast_tokenizer.model, "unk_token", None)
+            name = _special_tokens(self._folder).get(
+                "unk_token", getattr(self._fast_tokenizer.model, "unk_token", None)
+            )
             token_id = None if name is None else self._fast_tokenizer.token_to_id(name)
         return -1 if token_id is None else int(token_id)
 
@@ -67,23 +73,23 @@ class FileTokenizer:
         """Id of the token that ends a text."""
         token = _special_tokens(self._folder).get("eos_token")
         uses_fast = self._fast_tokenizer is not None and token is not None
-        end: int | None = self._fast_tokenizer.token_to_id(token) if uses_fast else self._loaded().eos_token_id
+        end: int | None = self._fast_tokenizer.token_to_id(token) if uses_fast else self._transformers().eos_token_id
         return end
 
     def get_vocab(self) -> dict[str, int]:
         """The id of each token, as by transformers' method of this name."""
-        tokenizer = self._loaded() if self._fast_tokenizer is None else self._fast_tokenizer
+        tokenizer = self._transformers() if self._fast_tokenizer is None else self._fast_tokenizer
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         return vocabulary
 
     def __len__(self) -> int:
         """Size of the vocabulary."""
-        return len(self._loaded()) if self._fast_tokenizer is None else int(self._fast_tokenizer.get_vocab_size())
+        return len(self._transformers()) if self._fast_tokenizer is None else int(self._fast_tokenizer.get_vocab_size())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loaded(), name)
+        return getattr(self._transformers(), name)
 
-    def _loaded(self) -> Any:
+    def _transformers(self) -> Any:
         if self._transformers_tokenizer is None:
             from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 

@@ -210,7 +210,7 @@ class TokenizedPrompts:
                 self._tokenizer,
                 self._settings.tokenizer,
                 chat=self._task_config.chat,
-                template=self._observation_template,
+                observation_template=self._observation_template,
             )
         return self._bridge
 

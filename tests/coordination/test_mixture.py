@@ -311,7 +311,7 @@ def test_counts_and_choices_match_plain_formulas() -> None:  # noqa: PLR0915  on
     assert num_probes > 0
     assert useless[2] < MAX_USELESS_GROUPS, "it has recovered"
     for view, weight, count in zip(mixture.counts(), weights, counts, strict=True):
-        assert view.ratio == pytest.approx(weight)
+        assert view.target_share == pytest.approx(weight)
         assert view.drawn_share == pytest.approx(count["drawn"] / sum(c["drawn"] for c in counts))
         assert view.trained_share == pytest.approx(count["trained"] / sum(c["trained"] for c in counts))
 

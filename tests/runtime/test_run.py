@@ -266,6 +266,10 @@ WRONG = {
         "rollout.engine.kv_tokens of 64 less",
     ),
     "no context": (["rollout.max_new_tokens=128"], "leaves no room for a prompt"),
+    "no context, emulated": (
+        ["rollout.engine.name=emulated", "workload.prompts=task", "rollout.max_new_tokens=128"],
+        "leaves no room for a prompt",
+    ),
     "no dataset": (["task.source=jsonl:none.jsonl"], "cannot be read"),
     "no reward": (["reward.function=none.py:f"], "no such file"),
     "no memory folder": (["cluster.shared_memory=/proc/none"], "set cluster.shared_memory"),

@@ -284,7 +284,7 @@ def make_self_parent_branch(step: int, rows: list[EndedTrajectory]) -> list[Ende
     def change(t: Trajectory) -> Trajectory:
         at, first = next((i, span) for i, span in enumerate(t.spans) if isinstance(span, EnvSpan))
         place = len(t.prompt_tokens) + sum(len(span.tokens) for span in t.spans[:at])
-        return replace(t, spans=(*t.spans[:at], replace(first, after=place), *t.spans[at + 1 :]))
+        return replace(t, spans=(*t.spans[:at], replace(first, parent_end=place), *t.spans[at + 1 :]))
 
     return [replace(r, trajectory=change(r.trajectory)) if r.trajectory.id == 1 else r for r in rows]
 

@@ -74,11 +74,11 @@ def test_the_limits_of_a_turn_are_spooled_with_its_observation() -> None:
     state, stop = flight(), StopCriteria(("\n\n", "é"), (5, 7))
     for entry in (*BEGIN, sampled(1, 0, [0, 0])):
         assert state.apply(entry)
-    for limits in ({"turn_tokens": 5}, {"stop": stop}, {"turn_tokens": 5, "stop": stop}):
+    for limits in ({"max_turn_tokens": 5}, {"stop": stop}, {"max_turn_tokens": 5, "stop": stop}):
         read = decode(encode(replace(observation(2), **limits)))
         assert isinstance(read, ObservationDelivered)
         after = state.copy_with(read)
-        assert after.turn_limits == {ID: (limits.get("turn_tokens", 0), limits.get("stop", NO_STOP))}
+        assert after.turn_limits == {ID: (limits.get("max_turn_tokens", 0), limits.get("stop", NO_STOP))}
         assert after.copy_with(resumed(0)).turn_limits == {}
     # The observation of the next turn has none.
     for later in (routed(0, 2), sampled(2, 4, [0]), observation(5)):

@@ -16,10 +16,10 @@ from staleflow.stores.reward_statistics import (
     MIN_PROMPTS,
     Estimate,
     best_of,
-    best_of_counts,
     estimate,
     majority,
     paired_difference,
+    pass_at_ks,
     sign_flip_p,
     student_quantile,
     wilson,
@@ -45,7 +45,7 @@ def test_best_of_k_with_binary_rewards_is_pass_at_k(count: int, data: st.DataObj
 def test_best_of_k_with_fewer_responses_raises() -> None:
     with pytest.raises(ValueError, match="best of 3 of 2 responses"):
         best_of([1.0, 0.0], 3)
-    assert [best_of_counts(n) for n in (0, 1, 2, 3, 8)] == [[], [], [2], [2, 3], [2, 4, 8]]
+    assert [pass_at_ks(n) for n in (0, 1, 2, 3, 8)] == [[], [], [2], [2, 3], [2, 4, 8]]
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=9))

@@ -226,7 +226,7 @@ def test_branches_are_stored_and_part_of_the_batch_fingerprint(tmp_path: Path) -
     assert read.trajectory.branches == row.trajectory.branches
     assert read.trajectory.context.tolist() == [0, 1, 2, 3, 4, 5, 6, 15, 16, 17]
     assert audit(store).findings == plain_audit(store).findings == ()
-    plain = tuple(replace(s, after=None) if isinstance(s, EnvSpan) else s for s in row.trajectory.spans)
+    plain = tuple(replace(s, parent_end=None) if isinstance(s, EnvSpan) else s for s in row.trajectory.spans)
     assert batch_fingerprint([(replace(row.trajectory, spans=plain), 1.0)]) != made.batch_fingerprint
 
 

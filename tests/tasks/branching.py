@@ -27,7 +27,7 @@ def branching_row(version: int = 0) -> EndedTrajectory:
         return sampled_segment(tokens, -tokens / 100, version=version)
 
     def reply(first: int, last: int, after: int | None = None) -> EnvSpan:
-        return EnvSpan(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)
+        return EnvSpan(role="user", tokens=np.arange(first, last, dtype=np.int32), parent_end=after)
 
     spans = (
         sampled(3, 5), reply(5, 7), sampled(7, 9), reply(9, 10, 0), sampled(10, 12), reply(12, 13, 5), sampled(13, 15),

@@ -123,7 +123,7 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected(template: str) -> No
 
 def test_without_a_chat_template_messages_are_texts() -> None:
     texts = TEXTS["smollm2"]
-    bridge = make_bridge(texts, "anything", chat=False, template="\n{observation}\n> ")
+    bridge = make_bridge(texts, "anything", chat=False, observation_template="\n{observation}\n> ")
     assert isinstance(bridge, PlainBridge)
     bridge.check(["user", "tool"])
     messages = [Message("environment", "higher {observation}"), Message("tool", "2")]
@@ -136,7 +136,7 @@ def test_without_a_chat_template_messages_are_texts() -> None:
 def test_renderer_bridges_match_template_bridges(name: str, model: str, role: str) -> None:
     pytest.importorskip("renderers")
     texts = TEXTS[name]
-    bridge = make_bridge(texts, model, chat=True, template="{observation}")
+    bridge = make_bridge(texts, model, chat=True, observation_template="{observation}")
     assert isinstance(bridge, RendererBridge)
     bridge.check([role])
     before = list(texts.ids(texts.chat_text([Message("user", "go")])))
@@ -150,6 +150,6 @@ def test_a_renderer_is_used_only_for_models_with_the_same_template(tmp_path: Pat
     assert known_renderer(chat_tokenizer("qwen3"), str(tmp_path / "Qwen3-8B")) is not None
     assert known_renderer(chat_tokenizer("smollm2"), "Qwen/Qwen3-8B") is None
     assert known_renderer(chat_tokenizer("smollm2"), "HuggingFaceTB/SmolLM2-135M-Instruct") is None
-    refusing = make_bridge(TEXTS["qwen3"], "Qwen/Qwen3-8B", chat=True, template="")
+    refusing = make_bridge(TEXTS["qwen3"], "Qwen/Qwen3-8B", chat=True, observation_template="")
     with pytest.raises(ConfigError, match="drops the <think> parts of earlier turns"):
         refusing.check(["environment"])

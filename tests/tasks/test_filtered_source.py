@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
@@ -70,6 +71,19 @@ def test_file_tokenizer_matches_the_full_tokenizer(tiny_model: Path) -> None:
     light, full = ChatTokenizer(FileTokenizer(tiny_model)), load_chat_tokenizer(str(tiny_model))
     for text in ("1 + 2 =", " so 3.", "", "12 + 345"):
         assert light.ids(text) == full.ids(text)
+
+
+def test_limits_stored_with_a_tokenizer_are_ignored(tiny_model: Path, tmp_path: Path) -> None:
+    """Prompts were truncated to the length that the tokenizer's own training had used."""
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    stored.enable_truncation(4)
+    stored.enable_padding(length=8)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    light, full = ChatTokenizer(FileTokenizer(tmp_path)), load_chat_tokenizer(str(tmp_path))
+    for text in ("1", "12 + 345 = 357, so 12 + 345 = 357."):
+        assert light.ids(text) == full.ids(text) == ChatTokenizer(FileTokenizer(tiny_model)).ids(text)
 
 
 def test_file_tokenizer_chat_template_matches_the_full_tokenizer(tiny_model: Path, tmp_path: Path) -> None:

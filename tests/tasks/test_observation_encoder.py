@@ -249,12 +249,12 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     state.apply(routed(0, 1))
     assert state.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
-        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
-        auxiliary=True,
+        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, parent_end=1,
+        next_turn_auxiliary=True,
     )  # fmt: skip
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
-    assert (read.after, read.auxiliary, read.turn_tokens) == (1, True, 0)
+    assert (read.parent_end, read.next_turn_auxiliary, read.max_turn_tokens) == (1, True, 0)
     assert state.apply(read)
     state.apply(routed(0, 2))
     assert state.apply(sampled(2, 3, [0, 0]))

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.child_programs import ChildPrograms
-from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput
+from staleflow.tasks.environments.terminal_output import MAX_LINE_CHARS, RelayedOutput
 from staleflow.tasks.rendering.reward_values import MAX_NAME_CHARS, MAX_PARTS, InvalidReward, parse_reward
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
@@ -109,12 +109,26 @@ def test_a_reward_has_a_limited_number_of_parts() -> None:
 
 def test_long_lines_are_truncated_and_carriage_returns_keep_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:
     output = RelayedOutput()
+    progress = b"".join(b"\r%3d %%" % i for i in range(101) for _ in range(50))
     with open(output.fileno(), "wb", closefd=False) as stream:
-        stream.write(b"x" * 100_000 + b"\n10 %\r20 %\r\n\xff\n")
+        stream.write(b"x" * 100_000 + b"\n10 %\r20 %\r\n\xff\n" + progress + b"\n")
+        stream.write("\u00fc".encode() * 5000 + b"\nno line feed")
     output.close()
     output.wait()
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["x" * MAX_LINE_BYTES + "...", "20 %", "\ufffd"]
+    cut = MAX_LINE_CHARS * "x", MAX_LINE_CHARS * "\u00fc"
+    assert lines == [cut[0] + "...", "20 %", "\ufffd", "100 %", cut[1] + "...", "no line feed"]
+
+
+def test_progress_of_an_episode_keeps_the_last_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start of a long line was kept, and the text that replaces it was dropped."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with ChildPrograms().as_owner():
+        for percent in range(101):
+            sys.stdout.write(f"{percent} % " + "x" * 100 + "\r")
+        sys.stdout.write("done\n")
+    assert stream.getvalue() == "done\n"
 
 
 def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
