@@ -146,6 +146,7 @@ class WorkerPool:
     def _release(self, id: str) -> None:
         for address in self.workers_of(id):
             del self.claims[address]
+            self._engine_workers.discard(address)
         for address in self._reserved_workers(id):
             self._cancel_reservation(address)
 

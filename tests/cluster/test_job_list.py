@@ -115,6 +115,8 @@ def test_every_command_prints_json(registry: tuple[JobRegistry, str]) -> None:
     assert json.loads(answer("status", "one-b", "--json").stdout)["state"] == "done"
     cancelled = json.loads(answer("cancel", "one", "--json").stdout)
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
+    jobs.request_stop("one-aa", "the cluster is shut down")
+    assert jobs.report("one-aa", "running", "", lines=[], **report) == "cancelled", "the first reason is the job's"
 
 
 def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegistry, str]) -> None:

@@ -83,6 +83,16 @@ def test_the_wait_limit_is_for_waiting_jobs() -> None:
     assert (list(gangs), expired) == (["waits"], []), "it is admitted late"
 
 
+def test_the_wait_limit_begins_anew_for_a_job_whose_driver_is_lost() -> None:
+    queue = make_queue("abc")
+    queue.add_job("first", "/runs/first", needs_workers(3), 5.0, 0.0)
+    assert admit(queue) == ["first"]
+    for address in queue.requeue_after_driver_loss("first", 100.0):
+        queue.remove_worker(address, 101.0)
+    assert queue.admit_ready(104.0)[1] == []
+    assert queue.admit_ready(106.0)[1] == ["first"]
+
+
 def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
     queue = make_queue("abc", ("first", 3), ("second", 3))
     assert admit(queue) == ["first"]
@@ -227,6 +237,55 @@ def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
     assert admit(queue, 3.0) == ["first"]
 
 
+def test_a_reserved_worker_that_the_job_does_not_get_is_restarted_first() -> None:
+    """The lost driver had one instance more than its job needs."""
+    queue = make_queue("abcd", ("first", 3))
+    assert admit(queue) == ["first"]
+    (spare,) = queue.free_workers
+    assert queue.claim_worker("first", spare, "rollout")
+    engines = [address for address, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    queue.requeue_after_driver_loss("first", 1.0)
+    for address in engines:
+        queue.reserve_or_restart(address, 1.0)
+    restart(queue, "".join(address for address in "abcd" if address not in engines))
+    ((id, gang),) = queue.admit_ready(3.0)[0].items()
+    assert id == "first"
+    assert queue.take_pending_restarts() == [address for address in engines if address not in gang] != []
+
+
+def test_a_worker_that_left_is_neither_reserved_nor_restarted() -> None:
+    queue = make_queue("abc", ("first", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    other = next(address for address in "abc" if address != engine)
+    queue.reserve_or_restart(other, 1.0)
+    for address in (engine, other):
+        queue.remove_worker(address, 2.0)
+    assert queue.take_pending_restarts() == []
+    assert queue.unavailable_workers("") == [address for address in "abc" if address not in (engine, other)]
+
+
+@pytest.mark.parametrize("end", ["it was restarted at its address", "its job has ended"])
+def test_a_reserved_engine_that_is_gone_is_forgotten(end: str) -> None:
+    queue = make_queue("abc", ("first", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    restart(queue, "abc".replace(engine, ""))
+    assert admit(queue, 3.0) == ["first"]
+    if end == "its job has ended":
+        queue.remove_job("first")
+        queue.add_job("first", "/runs/first", needs_workers(3), 0.0, 4.0)
+        assert admit(queue, 4.0) == ["first"]
+    else:
+        queue.remove_worker(engine, 4.0)
+        queue.add_worker(engine, {})
+        assert queue.replace_lost_workers("first", 4.0)
+    queue.requeue("first", 5.0)
+    assert queue.take_pending_restarts() == [], "there is no engine that a restart would end"
+
+
 def test_a_worker_that_rejoined_counts_once() -> None:
     queue = make_queue("abc", ("huge", 4), ("small", 3))
     queue.remove_worker("c", 0.0)
@@ -280,8 +339,8 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     queue.add_job("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admit(queue, 1.0) == []
     assert queue.claim_worker("first", "s", "reward")
+    assert admit(queue, 1.0) == ["second"], "the first one waits for none any more"
     assert queue.replace_lost_workers("first", 1.0)
-    assert admit(queue, 1.0) == ["second"]
 
 
 def queue_of_roles(**workers: str) -> JobQueue:
@@ -540,6 +599,21 @@ def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
         )
 
 
+def test_each_lost_gpu_is_replaced_once_near_its_own_place() -> None:
+    queue = gpu_queue("4xH100-80+4xH100-80")
+    enter(queue, "first", gpu_job(instances=4))
+    assert admit(queue) == ["first"]
+    instances = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
+    by_host = {host: [a for a in instances if a.startswith(host)] for host in ("node-0", "node-1")}
+    full, other = sorted(by_host, key=lambda host: -len(by_host[host]))
+    devices = queue.gpus[by_host[full][0]].devices
+    queue.remove_worker(by_host[full][0], 1.0)
+    assert queue.claim_gpus("first", "rollout").startswith(other)
+    join(queue, "again", full, devices)
+    queue.remove_worker(by_host[other][0], 2.0)
+    assert queue.claim_gpus("first", "rollout").startswith(other), "the place of the first loss is taken"
+
+
 def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
     queue = gpu_queue("2xH100-80", rotated=True)
     enter(queue, "first", gpu_job(instances=1))
@@ -574,6 +648,14 @@ def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
     enter(queue, "plain", Needs(instances=1, rewards=1, driver=True))
     assert admit(queue) == [] and queue.entries["first"].reason == WAITS_FOR_GPU_REPORT
     assert admit(queue, REPORT_LIMIT_S + 1.0) == ["first"]
+
+
+def test_no_job_waits_for_the_gpus_of_a_worker_that_has_left() -> None:
+    queue = gpu_queue("2xH100-80")
+    queue.add_worker("silent", {}, 0.0)
+    enter(queue, "first", gpu_job(instances=1))
+    queue.remove_worker("silent", 1.0)
+    assert admit(queue, 1.0) == ["first"]
 
 
 def test_without_gpus_a_job_with_optional_gpus_runs_and_one_with_required_gpus_waits() -> None:

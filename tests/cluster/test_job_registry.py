@@ -9,7 +9,8 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import dask
 import pytest
 from distributed import Client, LocalCluster, Reschedule, get_worker
 
-from staleflow.pipeline.cluster import driver_watch, job_registry
+from staleflow.pipeline.cluster import driver_watch, job_queue, job_registry, worker_pool
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.job_registry import JobRegistry
@@ -56,6 +57,16 @@ def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     assert registry.dispatch("jobs") == []
 
 
+def test_the_registry_keeps_the_latest_jobs_and_all_that_have_not_ended() -> None:
+    registry = JobRegistry()
+    ids = [f"job-{number}" for number in range(job_registry.MAX_JOBS + 10)]
+    for id in ids:
+        registry.submit(id, id, f"/runs/{id}", 1)
+        if id != "job-0":
+            registry.report(id, "done", "", status={}, steps=[], lines=[])
+    assert list(registry.jobs) == ["job-0", *ids[11:]]
+
+
 NEEDS = {"instances": 1, "rewards": 1, "driver": True}
 
 
@@ -81,11 +92,19 @@ class Jobs:
     def __init__(self, cluster: Any, client: Any) -> None:
         self.cluster, self.client = cluster, client
 
-    async def submit(self, id: str, seconds: float, **limits: Any) -> dict[str, Any]:
+    @property
+    def registry(self) -> JobRegistry:
+        registry = self.cluster.scheduler.plugins["staleflow"]
+        assert isinstance(registry, JobRegistry)
+        return registry
+
+    async def submit(
+        self, id: str, seconds: float, driver: Callable[[str, float], Awaitable[str]] = drive, **limits: Any
+    ) -> dict[str, Any]:
         limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
         await job_registry.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
         sent = self.client.submit(
-            drive, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
+            driver, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
         )
         while not (job := await job_registry.ask(self.client, "check_arrival", id=id))["arrived"]:
             assert sent.status in ("pending", "finished")  # keep a reference, or Dask drops it
@@ -129,6 +148,11 @@ async def test_a_waiting_job_starts_when_the_job_before_it_has_ended() -> None:
         await jobs.submit("one", 3.0)
         await jobs.until("one", "running")
         assert await jobs.lines("one") == ["has its 3 workers"], "it has not waited"
+        task = jobs.cluster.scheduler.tasks[job_registry.TASK_KEY_PREFIX + "one"]
+        task.suspicious = 2
+        report: dict[str, Any] = {"state": "running", "why": "", "status": {}, "steps": [{"step": 0}], "lines": []}
+        await job_registry.ask(jobs.client, "report", id="one", **report)
+        assert task.suspicious == 0, "deaths of workers before a stored step do not count"
         clients = len(jobs.cluster.scheduler.clients)
         two = await jobs.submit("two", 0.1)
         assert two["state"] == "waiting"
@@ -179,8 +203,9 @@ async def test_a_waiting_job_is_cancelled_at_once_or_after_wait_s() -> None:
 
 
 async def test_a_job_whose_driver_dies_restarts_before_waiting_jobs() -> None:
-    async with jobs_on(3) as jobs:
+    async with jobs_on(2) as jobs:
         await jobs.submit("one", 1.0)
+        jobs.cluster.scale(3)
         await jobs.until("one", "running")
         await jobs.submit("two", 0.1)
         place = next(
@@ -191,8 +216,60 @@ async def test_a_job_whose_driver_dies_restarts_before_waiting_jobs() -> None:
         jobs.cluster.scale(7)
         await jobs.until("one", "waiting")
         await jobs.until("one", "done")
-        assert (await jobs.lines("one")).count("has its 3 workers") == 2
+        assert [line.partition(":")[0] for line in await jobs.lines("one")] == ["waits", "has its 3 workers"] * 2
         await jobs.until("two", "done")
+
+
+async def test_a_job_whose_driver_cannot_be_loaded_fails_and_frees_its_workers() -> None:
+    """Its driver never begins, so that nothing else would report its end."""
+
+    async def broken(id: str, seconds: float) -> str:
+        raise ImportError("no module of this name")
+
+    async with jobs_on(3) as jobs:
+        await jobs.submit("one", 0.0, broken)
+        assert "no module of this name" in (await jobs.until("one", "failed"))["why"]
+        await jobs.submit("two", 0.1)
+        await jobs.until("two", "done")
+
+
+async def test_the_loss_of_a_workers_connection_frees_no_worker_while_the_driver_is_connected() -> None:
+    """Its other workers still run its actors."""
+    async with jobs_on(3) as jobs:
+        await jobs.submit("one", 1.0)
+        await jobs.until("one", "running")
+        jobs.registry.remove_worker(jobs.cluster.scheduler, jobs.registry.jobs["one"].driver_worker)
+        assert len(jobs.registry.workers_of("one")) == 2
+        assert jobs.registry.jobs["one"].state == "running"
+
+
+async def test_a_driver_whose_lost_worker_is_not_replaced_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the limit its job waits without workers, so that the driver must leave its own."""
+    monkeypatch.setattr(job_queue, "RESTART_LIMIT_S", 0.0)
+    async with jobs_on(3) as jobs:
+        await jobs.submit("one", 1.0)
+        await jobs.until("one", "running")
+        place = jobs.registry.jobs["one"].driver_worker
+        lost = next(address for address in jobs.registry.workers_of("one") if address != place)
+        jobs.registry.remove_worker(jobs.cluster.scheduler, lost)
+        assert jobs.registry.check_admission("one")["driver_worker"] == place, "the limit begins"
+        await asyncio.sleep(0.01)
+        admission = jobs.registry.check_admission("one")
+        assert (admission["admitted"], admission["driver_worker"]) == (False, "")
+        task = jobs.cluster.scheduler.tasks[job_registry.TASK_KEY_PREFIX + "one"]
+        assert task.worker_restrictions == {job_registry.NO_WORKER}
+
+
+async def test_no_job_waits_for_the_gpus_of_a_worker_without_staleflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def __reduce__(self) -> str:
+            raise ImportError("no module named staleflow")
+
+    monkeypatch.setattr(job_registry, "report_gpus", Missing())
+    monkeypatch.setattr(worker_pool, "REPORT_LIMIT_S", 1e6)
+    async with jobs_on(1) as jobs, asyncio.timeout(60):
+        while jobs.registry.job_queue.awaits_gpu_reports(time.monotonic()):
+            await asyncio.sleep(0.01)
 
 
 class Closing:
@@ -263,6 +340,51 @@ def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
 
 
+class Clock:
+    """Seconds of a clock that advances by a little with each call, and once by `jump_s`."""
+
+    def __init__(self, jump_s: float = 0.0) -> None:
+        self.num_calls = 0
+        self._jump_s = jump_s
+
+    def time(self) -> float:
+        self.num_calls += 1
+        return 1000.0 + 1e-6 * self.num_calls + (self._jump_s if self.num_calls > 3 else 0.0)
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[list[str]]]:
+    """Run a watch for a hundred checks; returns the jobs whose drivers it reported as lost."""
+    monkeypatch.setattr(driver_watch, "CHECK_S", 0.001)
+
+    async def watch(clock: Clock, lease_s: float) -> list[str]:
+        monkeypatch.setattr(driver_watch, "time", clock)
+        monkeypatch.setattr(driver_watch, "LEASE_S", lease_s)
+        clients, workers = {"c": SimpleNamespace(last_seen=1000.0)}, {"w": SimpleNamespace(nanny="tcp://nanny")}
+        job = Job("a", "a", "/runs/a", 1, 0.0, state="running", client="c", driver_worker="w")
+        silent: list[str] = []
+        scheduler = SimpleNamespace(clients=clients, workers=workers)
+        running = asyncio.ensure_future(DriverWatch(scheduler, {"a": job}, lambda job: silent.append(job.id)).run())
+        async with asyncio.timeout(60):
+            while clock.num_calls < 100 and not running.done():
+                await asyncio.sleep(0.001)
+        assert running.cancel()
+        return silent
+
+    return watch
+
+
+async def test_a_silent_driver_is_restarted_once(watching: Callable[..., Awaitable[list[str]]]) -> None:
+    """Its restart takes longer than the time between two checks."""
+    assert await watching(Clock(), 1e-5) == ["a"]
+
+
+async def test_the_drivers_of_a_stopped_scheduler_are_not_silent(
+    watching: Callable[..., Awaitable[list[str]]],
+) -> None:
+    assert await watching(Clock(jump_s=100.0), 60.0) == []
+
+
 @pytest.mark.slow
 def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_watch, "LEASE_S", 3.0)
@@ -279,7 +401,7 @@ def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pyt
             jobs = Jobs(cluster, client)
             await jobs.submit("a", 15.0)
             await jobs.until("a", "running")
-            (place,) = {job.driver_worker for job in cluster.scheduler.plugins["staleflow"].jobs.values()}
+            (place,) = {job.driver_worker for job in jobs.registry.jobs.values()}
             os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
             await jobs.until("a", "waiting")
             assert any("has not reported for 3 s" in line for line in await jobs.lines("a"))

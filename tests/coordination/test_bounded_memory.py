@@ -27,6 +27,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors import trajectory_server
+from staleflow.tasks.actors.rollout_instance import RequestOutcome
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -35,8 +36,9 @@ from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.memory_store import MemoryStore
 from tests.support.route_items import route_item
-from tests.support.scripted import World, server_class
+from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, World, server_class
 from tests.support.segments import delivery, sampled_segment
+from tests.tasks.test_draft_corpus import DraftingSettings
 
 TRAJECTORIES = 10_000
 SOME = 200
@@ -171,5 +173,28 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
         parts = list((tmp_path / "spool").iterdir())
         assert len(parts) == 1, "stored groups are in no part of the spool"
         await server.close()
+
+    virtual_time.run(scenario())
+
+
+def test_a_rollout_instance_uses_bounded_memory_over_many_trajectories(tmp_path: Path) -> None:
+    """Of each group one member ends first, and the instance drafts from its response for the other."""
+    world = World(length=lambda trajectory: 45 if trajectory % 2 else 9)
+
+    async def scenario() -> None:
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+        server = server_class(world)(replace(settings, serves_drafts=True), 0.0)
+        instance = VirtualRolloutInstance(DraftingSettings(world), InstanceId("one"), 1, 30.0, 1.0, True)
+        num_delivered = num_known = 0
+        for group in range(SOME + 10):
+            await server.draw(group, 1)
+            await instance.route(server, (route_item(2 * group), route_item(2 * group + 1)))
+            outcomes: list[RequestOutcome] = []
+            while len(outcomes) < 2:
+                outcomes += await instance.next_events(server, 5.0)
+                num_delivered += len((await instance.report()).delivered)
+                num_known += len(instance._known_response_ids)
+        assert min(num_delivered, num_known) > SOME
+        assert largest(instance, (VirtualEngine,)) == {}
 
     virtual_time.run(scenario())

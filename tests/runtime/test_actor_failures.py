@@ -292,6 +292,17 @@ def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Bod
     assert run.workers.names.count("server") == 1
 
 
+def test_no_reward_worker_is_released_before_the_run_trains(body: Body) -> None:
+    """Actors are still being placed then."""
+
+    async def give_back(run: Run) -> None:
+        await until(run, lambda: "reward-1" in run.workers.placed)
+        run.driver.release_worker(run.workers.placed["reward-1"].address)
+
+    run = body.checked_run("reward.workers=2", meanwhile=give_back)
+    assert run.workers.names.count("reward-1") == 1
+
+
 @pytest.mark.parametrize("method", ["__init__", "check"])
 def test_a_reward_worker_whose_replacement_dies_while_it_is_placed_is_replaced(body: Body, method: str) -> None:
     faults = [Fault(actor="reward-0", method=m, nth=2, dies="before") for m in ("score", method)]

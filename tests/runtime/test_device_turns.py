@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.errors import ActorFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support import virtual_time
-from tests.support.bodies import Body
+from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
@@ -65,6 +66,25 @@ def test_an_instance_that_fails_to_sleep_at_start_ends_the_run(body: Body) -> No
     failed = ActorFailed("RuntimeError: CUDA error")
     run = body.run(TURNS, faults=[Fault(actor="rollout-0", method="sleep", error=failed)])
     assert str(run.raised()) == "rollout-0 failed: RuntimeError: CUDA error"
+
+
+@pytest.mark.parametrize("ending", ["no worker", "retired"])
+def test_the_trainer_does_not_wait_for_an_instance_that_is_gone(
+    body: Body, caplog: pytest.LogCaptureFixture, ending: str
+) -> None:
+    async def change(run: Run) -> None:
+        while "route" not in run.workers.methods("rollout-1"):
+            await asyncio.sleep(0.01)
+        if ending == "retired":
+            assert run.driver.retire("rollout-1") == ""
+        else:
+            run.workers.num_spare = 1
+
+    none = Fault(actor="rollout-2", method="__init__", error=NoFreeWorker("no free worker"))
+    limits = ("rollout.min_instances=1", "rollout.max_instances=3")
+    run = body.checked_run(TURNS, *limits, "steps=4", faults=[none], world=long_ones(), meanwhile=change)
+    assert [event.why for _, event in run.events("InstanceLost")] == ["it was retired"] * (ending == "retired")
+    assert ("the run continues with 2 of 2 instances: no free worker" in caplog.text) == (ending == "no worker")
 
 
 def long_ones() -> World:

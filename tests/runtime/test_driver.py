@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.schema import DeadlineConfig
-from staleflow.pipeline.coordination.commands import Discard
+from staleflow.pipeline.coordination.commands import Discard, FetchPrompts
 from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime import progress_watch
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
+from staleflow.stores.metrics import with_rates
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.parameter_server import FetchProgress
@@ -79,6 +80,16 @@ def test_many_groups_arrive_in_several_events(body: Body) -> None:
     arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
     assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
     assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
+
+
+def test_groups_are_drawn_in_the_order_of_their_numbers(body: Body) -> None:
+    """A draw takes longer than the time until the next one is requested."""
+    faults = [Fault(actor="server", method="draw", nth=0, late_s=9.0)]
+    run = body.checked_run("steps=6", "staleness.eta=2", "deadlines.call_s=60", faults=faults)
+    draws = [c for c in run.workers.calls if c.method == "draw"]
+    assert all(second.args[0] == first.args[0] + first.args[1] for first, second in pairwise(draws))
+    requested_s = [e.now for e in run.entries for c in e.commands if isinstance(c, FetchPrompts)]
+    assert any(later - earlier < 9.0 for earlier, later in pairwise(requested_s)), "none waited"
 
 
 def test_a_migrated_trajectory_continues_from_its_tokens_on_another_instance(body: Body) -> None:
@@ -169,6 +180,8 @@ def test_steps_are_reported_in_order_after_their_commit(body: Body) -> None:
     assert [s["step"] for s in run.outcomes.steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     assert commits[2] - commits[1] > 2.5, "the third commit waits for the second"
+    rates = [s["tokens_per_s"] for s in run.outcomes.steps]
+    assert rates == [s["tokens_per_s"] for s in with_rates(run.outcomes.steps)], "of each step alone"
 
 
 def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:
@@ -176,6 +189,17 @@ def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
     assert {name for name in run.workers.names if name.startswith("parameters")} == {"parameters-one", "parameters-two"}
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
+
+
+def test_the_version_of_a_queued_pull_is_kept(body: Body) -> None:
+    """A slow call delays it, while other instances load two later versions."""
+    slow = Fault(actor="rollout-1", method="route", nth=3, late_s=4.5)
+    job = ("steps=9", "staleness.eta=3", "rollout.instances=4", "deadlines.call_s=60")
+    run = body.checked_run(*job, hosts=("one", "two"), faults=[slow])
+    pulls = [c.version for c in run.commands("Pull") if c.instance == "rollout-1"]
+    loaded = [e.version for _, e in run.events("PullFinished") if e.instance == "rollout-1"]
+    assert loaded == pulls[: len(loaded)]
+    assert pulls != list(range(1, 10)), "several versions were published while one was queued"
 
 
 @pytest.mark.parametrize("how", [{"silent": "before"}, {"error": OSError("reset")}], ids=["silent", "reset"])

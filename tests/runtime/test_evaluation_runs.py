@@ -239,6 +239,21 @@ def test_a_resumed_run_keeps_the_best_of_its_remaining_evaluations(body: Body, s
     )
 
 
+@pytest.mark.parametrize("save_s", [0.0, 7.0])
+def test_a_run_that_ends_during_an_evaluation_leaves_no_saved_version(body: Body, save_s: float) -> None:
+    """Whether its weights are saved already, or the trainer still saves them."""
+
+    async def stop(run: Run) -> None:
+        while "save_checkpoint" not in run.workers.methods("trainer"):
+            await asyncio.sleep(0.1)
+        for _ in range(2):
+            run.driver.stop("interrupted")
+
+    run = body.run(*BEST, world=world_with_rewards(float, save_s=save_s), meanwhile=stop)
+    assert run.stopped_at_once
+    assert not list((run.config.run_dir / "checkpoints").glob("*evaluated-*"))
+
+
 def test_a_stopped_run_abandons_its_evaluation(body: Body) -> None:
     async def stop(run: Run) -> None:
         await asyncio.sleep(2.0)

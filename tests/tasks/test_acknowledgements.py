@@ -25,9 +25,11 @@ from staleflow.stores.trajectory import (
     Fate,
     FinishReason,
     GroupId,
+    InstanceId,
     PolicyVersion,
     TrajectoryId,
 )
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from staleflow.tasks.actors.server_messages import ObservationItem, ObservationReceipt, RewardItem, TurnItem
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
@@ -119,6 +121,10 @@ def record_of_step() -> StepRecord:
     return StepRecord(kind="step", step=0, ledger=ledger)
 
 
+REFUSED = WeightCheck(
+    instance=InstanceId("rollout-0"), version=V0, fingerprint="w0", weights=WeightReport(verified=1), drift=0.0,
+    limit=1.0, refused="its logprobs differ",
+)  # fmt: skip
 ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
 SAID = ObservationItem(
     trajectory=ZERO, num_tokens=9, route_number=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
@@ -212,9 +218,33 @@ async def test_the_chain_entry_of_a_step_waits_for_its_commit_without_blocking_o
     assert not server._committed.is_set(), "waiting for an event that is set gives no other call its turn"
     entry = asyncio.ensure_future(server.chain_entry(0))
     await scene.take()
-    assert not entry.done()
+    await server.commit(replace(record_of_step(), kind="refusal", weight_checks=(REFUSED,)))
+    await asyncio.wait({entry}, timeout=LONG_S)
+    assert not entry.done(), "that commit was not the step's"
     await server.commit(record_of_step())
     assert await entry == server._store.entry(0)
+
+
+@both_stores
+async def test_a_repeated_refusal_is_stored_once(make: Callable[[], type[TrajectoryServer]], tmp_path: Path) -> None:
+    """It is stored with the ledger of the previous commit, which is not that of the call."""
+    scene = await ServerScene.create(make(), tmp_path)
+    refusal = replace(record_of_step(), kind="refusal", step=1, weight_checks=(REFUSED,))
+    for _ in range(2):
+        await scene.server.commit(refusal)
+    (stored,) = scene.server._store.commits()
+    assert (stored.kind, stored.step, stored.ledger.num_started) == ("refusal", 0, 0)
+
+
+async def test_the_spool_forgets_an_ended_evaluation_with_the_next_commit(tmp_path: Path) -> None:
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await evaluated(scene)
+    await scene.server.end_evaluation()
+    await scene.take()
+    rest = (TrajectoryId(2), TrajectoryId(3))
+    await scene.server.discard(tuple(replace(ENDING, trajectory=t, group=GroupId(1)) for t in rest), (V0, V0))
+    await scene.server.commit(record_of_step())
+    assert scene.server._spool.groups == set(), "all training work is stored"
 
 
 @both_stores
