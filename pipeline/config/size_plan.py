@@ -34,6 +34,7 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             microbatch_tokens=min(training.microbatch_tokens, batch_tokens),
             recompute=training.recompute_activations,
             offload=training.offload,
+            adapter_rank=training.lora.rank,
         ),
         engine=memory.EngineShape(
             tensor_parallel=tensor_parallel(config),
@@ -41,29 +42,26 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             kv_tokens=engine.kv_tokens,
             max_running=engine.max_running,
             batch_tokens=engine.max_batch_tokens,
+            is_vllm=engine.name == "vllm",
         ),
         instances=config.rollout.instances,
         max_length=max_length,
         num_gpus=num_gpus,
         has_own_gpus=num_gpus > 1,
         takes_turns=config.shares_gpus,
-        is_vllm=engine.name == "vllm",
         start_s=config.deadlines.start_s,
     )
 
 
 def gpu_bytes(config: RunConfig) -> tuple[int, int]:
     """Bytes of GPU memory that a rank and an instance of a job need. 0 if unknown: the model is not on this machine, or
-    the trainer trains adapters. With the layout "turns" this includes the CUDA context of the sleeping process."""
+    of a kind that is not sized. With the layout "turns" this includes the CUDA context of the sleeping process."""
     if (shape := _shape(config)) is None:
         return 0, 0
     job = sized_job(config, 2)
-    trainer = 0 if config.training.lora.rank else sum(memory.trainer_parts(shape, job.training).values())
-    engine, sleeping_engine = (
-        sum(memory.engine_parts(shape, job.engine).values()),
-        memory.CONTEXT_BYTES if config.shares_gpus else 0,
-    )
-    return trainer and trainer + sleeping_engine, engine + sleeping_engine
+    sleeping = memory.CONTEXT_BYTES if config.shares_gpus else 0
+    trainer, engine = memory.trainer_parts(shape, job.training), memory.engine_parts(shape, job.engine)
+    return sum(trainer.values()) + sleeping, sum(engine.values()) + sleeping
 
 
 def _shape(config: RunConfig) -> memory.ModelShape | None:
@@ -140,7 +138,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     lines = [f"on {describe(devices)}: rollout.instances = {job.instances}, GPUs of each = "
              f"{job.engine.tensor_parallel}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
-        point_gb = memory.STATE_BYTES * model.parameters / GB
+        point_gb = memory.RESUME_POINT_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
     placement = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
     lacks_gpus = isinstance(placement, Shortage)

@@ -4,8 +4,9 @@ Where the numbers come from:
 - Parameters of the trainer: weights, gradients and AdamW's two moments in float32, 16 bytes each, in shards; under FSDP
   what is outside of layers is whole with its gradient (8 bytes), and one layer is gathered (8 bytes: bfloat16 weights
   and gradients, and the sum of these in float32).
+- With an adapter the weights are frozen: 4 bytes each, in shards, and no gradients.
 - Activations: what autograd saves of a layer for each token, counted by hooks on saved tensors for Qwen3 and Qwen3-MoE
-  while one width at a time was doubled; tests/sizing/ counts again.
+  while one width at a time was doubled; tests/sizing/ counts again, also with an adapter.
 - Output layer: logits are computed in chunks of 2**29 bytes, of which up to four copies are there.
 - What CUDA needs besides is from training Qwen3-0.6B on an H200 (docs/gpu.md): KERNEL_FACTOR and CONTEXT_BYTES.
 - NCCL buffers and CUDA graphs are estimates: not measured.
@@ -19,6 +20,17 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 
+MODEL_TYPES = {
+    **dict.fromkeys(
+        ("exaone4", "glm", "glm4", "gpt_oss", "granite", "granitemoe", "llama", "minimax_m2", "ministral3", "mistral",
+         "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen3", "qwen3_moe", "seed_oss",
+         "stablelm"), False,
+    ),
+    **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "smollm3"), True),
+}  # fmt: skip
+"""The model types that can be sized: all their layers are as ModelShape says. The value says whether embeddings and
+output layer are one tensor if config.json does not say so."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -26,6 +38,7 @@ class ModelShape:
 
     Args:
         q_size, kv_size: Widths of all query heads, and of all key heads, together.
+        kv_heads: Number of key heads.
         intermediate: Width of the gated MLP, or of one expert.
         num_experts: Number of experts; 0 for a dense model.
     """
@@ -34,6 +47,7 @@ class ModelShape:
     hidden: int
     q_size: int
     kv_size: int
+    kv_heads: int
     intermediate: int
     vocabulary: int
     tied_embeddings: bool
@@ -43,23 +57,30 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any], label: str) -> ModelShape:
         """Read the sizes from a config.json. label: names the model in messages. Raises ConfigError if it does not have
-        these sizes."""
-        text_config: Mapping[str, Any] = config.get("text_config") or config
+        these sizes, or the model has layers of other kinds."""
+        kind = str(config.get("model_type"))
+        if kind not in MODEL_TYPES or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ConfigError(
+                f"{label}: a model of model_type = {kind!r} with layers as in its config.json is not one whose memory "
+                "can be planned, such as llama, mistral, qwen3, qwen3_moe or gemma2"
+            )
         try:
-            heads, hidden = int(text_config["num_attention_heads"]), int(text_config["hidden_size"])
-            head_size = int(text_config.get("head_dim") or hidden // heads)
-            experts = int(text_config.get("num_experts") or text_config.get("num_local_experts") or 0)
-            intermediate = text_config.get("moe_intermediate_size") if experts else None
+            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            head_size = int(config.get("head_dim") or hidden // heads)
+            kv_heads = int(config.get("num_key_value_heads") or heads)
+            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+            intermediate = config.get("moe_intermediate_size") if experts else None
             return cls(
-                layers=int(text_config["num_hidden_layers"]),
+                layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
                 q_size=heads * head_size,
-                kv_size=int(text_config.get("num_key_value_heads") or heads) * head_size,
-                intermediate=int(intermediate or text_config["intermediate_size"]),
-                vocabulary=int(text_config["vocab_size"]),
-                tied_embeddings=bool(config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", False))),
+                kv_size=kv_heads * head_size,
+                kv_heads=kv_heads,
+                intermediate=int(intermediate or config["intermediate_size"]),
+                vocabulary=int(config["vocab_size"]),
+                tied_embeddings=bool(config.get("tie_word_embeddings", MODEL_TYPES[kind])),
                 num_experts=experts,
-                experts_per_token=int(text_config.get("num_experts_per_tok") or 0) if experts else 0,
+                experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"{label}: its config.json does not have the sizes of a decoder: {error!r}") from error
@@ -78,7 +99,13 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
+        """Parameters of the whole model."""
         return self.layers * self.layer_parameters + self.outer_parameters
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of an adapter of all linear layers; routed experts have none."""
+        mlp = 0 if self.num_experts else 3 * (self.hidden + self.intermediate)
+        return self.layers * rank * (4 * self.hidden + 2 * self.q_size + 2 * self.kv_size + mlp)
 
 
 CONTEXT_BYTES = 1_400_000_000
@@ -91,38 +118,47 @@ GRAPH_BYTES = 1_000_000_000
 """Estimated bytes of vLLM's CUDA graphs."""
 MARGIN = 0.05
 """Share of a GPU's memory that is left free, because fragmented memory cannot be used."""
+STORAGE_FACTOR = 2.25
+"""Tokens that the storage of the transformers engine has room for, for each token of kv_tokens: the most that was
+measured, when responses of many lengths filled the cache (tests/tasks/test_row_storage.py). vLLM allocates
+kv_tokens."""
 LOGIT_BYTES = 4 * 2**29
-STATE_BYTES = 12
-"""Bytes of a resume point per parameter: a weight and AdamW's two moments."""
+"""Bytes of four copies of a chunk's logits on a GPU: GPU_CHUNK_BYTES of tasks/training/lm_head.py each."""
+RESUME_POINT_BYTES = 12
+"""Bytes of a resume point on disk per parameter: a weight and AdamW's two moments."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by model.dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingShape:
-    """Settings of a trainer that determine its memory. microbatch_tokens: tokens of one forward and backward pass."""
+    """Settings of a trainer that determine its memory. microbatch_tokens: tokens of one forward and backward pass.
+    adapter_rank: 0 if all weights are trained."""
 
     ranks: int
     dtype: str
     microbatch_tokens: int
     recompute: bool
     offload: bool
+    adapter_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """Settings of an instance that determine its memory. batch_tokens: maximum tokens of a forward pass."""
+    """Settings of an instance that determine its memory. batch_tokens: maximum tokens of a forward pass. is_vllm:
+    whether the engine is vLLM, which has tensor_parallel and options."""
 
     tensor_parallel: int
     dtype: str
     kv_tokens: int
     max_running: int
     batch_tokens: int
+    is_vllm: bool = True
 
 
-def layer_bytes(model: ModelShape, dtype: str) -> int:
-    """Bytes that autograd saves per token and layer. bfloat16: whether autocast is used, with a float32 residual
-    stream; routed experts still compute in float32."""
+def layer_activation_bytes(model: ModelShape, dtype: str) -> int:
+    """Bytes that autograd saves per token and layer. With bfloat16 under autocast, which leaves the residual stream and
+    routed experts in float32. With an adapter it is less, by at most a fifth, since frozen norms save nothing."""
     is_half = dtype == "bfloat16"
     hidden_bytes, attention_bytes = (26, 10) if is_half else (24, 16)
     attention = hidden_bytes * model.hidden + attention_bytes * (model.q_size + model.kv_size)
@@ -134,31 +170,45 @@ def layer_bytes(model: ModelShape, dtype: str) -> int:
 def activation_bytes(model: ModelShape, dtype: str, *, recompute: bool) -> int:
     """Bytes that autograd saves per token. With recomputation: the inputs of all layers, and one whole layer."""
     if recompute:
-        return 4 * model.hidden * model.layers + layer_bytes(model, dtype)
-    return layer_bytes(model, dtype) * model.layers
+        return 4 * model.hidden * model.layers + layer_activation_bytes(model, dtype)
+    return layer_activation_bytes(model, dtype) * model.layers
 
 
 def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
-    """Bytes of the KV cache per token on each GPU."""
-    return 2 * model.layers * model.kv_size * ITEM_BYTES[dtype] // tensor_parallel
+    """Bytes of the keys and values of a token on each GPU. GPUs beyond the number of key heads have copies of heads."""
+    return 2 * model.layers * model.kv_size * ITEM_BYTES[dtype] // min(tensor_parallel, model.kv_heads)
+
+
+def cache_bytes(model: ModelShape, engine: EngineShape) -> int:
+    """Bytes that an instance allocates on each GPU for each token of kv_tokens."""
+    factor = 1 if engine.is_vllm else STORAGE_FACTOR
+    return int(factor * kv_bytes(model, engine.dtype, engine.tensor_parallel))
 
 
 def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
     """Bytes of a rank's weights, gradients and moments."""
-    gathered_bytes = 8 * (model.outer_parameters + model.layer_parameters)
+    gathered_bytes = (4 if training.adapter_rank else 8) * (model.outer_parameters + model.layer_parameters)
     if training.offload:
         return gathered_bytes
+    state_bytes = 16 * trained_parameters(model, training)
+    if training.adapter_rank:
+        state_bytes += 4 * model.parameters
     if training.ranks > 1:
-        return 16 * model.parameters // training.ranks + gathered_bytes
+        return state_bytes // training.ranks + gathered_bytes
     cast_bytes = 2 * model.layers * model.layer_parameters if training.dtype == "bfloat16" else 0
-    return 16 * model.parameters + cast_bytes
+    return state_bytes + cast_bytes
+
+
+def trained_parameters(model: ModelShape, training: TrainingShape) -> int:
+    """Parameters that have a gradient: all, or those of an adapter."""
+    return model.adapter_parameters(training.adapter_rank) if training.adapter_rank else model.parameters
 
 
 def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
     """Bytes of a rank's GPU by use. AdamW's temporary copies and the activations do not exist at the same time; the
     larger counts."""
     per_token = activation_bytes(model, training.dtype, recompute=training.recompute)
-    optimizer = 0 if training.offload else 4 * model.parameters // training.ranks
+    optimizer = 0 if training.offload else 4 * trained_parameters(model, training) // training.ranks
     return {
         "weights, gradients, optimizer": parameter_bytes(model, training),
         "activations, or optimizer step": max(int(KERNEL_FACTOR * training.microbatch_tokens * per_token), optimizer),
@@ -175,7 +225,7 @@ def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
     )
     return {
         "weights": size * model.parameters // parallel,
-        "KV cache": engine.kv_tokens * kv_bytes(model, engine.dtype, parallel),
+        "KV cache": engine.kv_tokens * cache_bytes(model, engine),
         "forward pass": size * engine.batch_tokens * values_per_token + 8 * engine.max_running * model.vocabulary,
-        "CUDA context": CONTEXT_BYTES + GRAPH_BYTES + NCCL_BYTES * (parallel > 1),
+        "CUDA context": CONTEXT_BYTES + GRAPH_BYTES * engine.is_vllm + NCCL_BYTES * (parallel > 1),
     }

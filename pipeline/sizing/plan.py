@@ -27,9 +27,8 @@ class SizedJob:
     Args:
         max_length: Tokens of its longest sequence, prompt included.
         num_gpus: GPUs of trainer and instances together.
-        own_gpu: Whether trainer and instances have separate GPUs.
-        turns: Whether they use the same GPUs in turns.
-        is_vllm: Whether the engine is vLLM, which has tensor_parallel and options.
+        has_own_gpus: Whether trainer and instances have separate GPUs.
+        takes_turns: Whether they use the same GPUs in turns.
         start_s: The job's deadlines.start_s.
     """
 
@@ -40,7 +39,6 @@ class SizedJob:
     num_gpus: int
     has_own_gpus: bool = True
     takes_turns: bool = False
-    is_vllm: bool = True
     start_s: float = 0.0
 
     @property
@@ -104,7 +102,9 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
         "rollout.engine.kv_tokens": [job.max_length] if job.max_length < engine.kv_tokens else [],
         "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= num_free_gpus],
         "rollout.engine.tensor_parallel": [
-            degree for degree in (2, 4, 8) if job.is_vllm and job.has_own_gpus and engine.tensor_parallel < degree
+            degree
+            for degree in (2, 4, 8)
+            if job.engine.is_vllm and job.has_own_gpus and engine.tensor_parallel < degree
         ],
         "training.offload": [] if training.offload else [True],
     }
@@ -156,20 +156,20 @@ def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int
         free_bytes -= memory.CONTEXT_BYTES
     elif not job.has_own_gpus:
         free_bytes -= sum(memory.trainer_parts(model, job.training).values())
-    if free_bytes < job.engine.kv_tokens * memory.kv_bytes(model, engine.dtype, engine.tensor_parallel):
+    if free_bytes < job.engine.kv_tokens * memory.cache_bytes(model, engine):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
         kv_tokens = job.engine.kv_tokens
     else:
-        kv_tokens = int(free_bytes) // memory.kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
+        kv_tokens = int(free_bytes) // memory.cache_bytes(model, engine) // 1024 * 1024
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
     parts = memory.engine_parts(model, engine)
-    share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
     proposal: dict[str, object] = {
         "rollout.engine.kv_tokens": kv_tokens,
         "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),
         "rollout.engine.max_batch_tokens": engine.batch_tokens,
     }
-    if job.is_vllm:
+    if job.engine.is_vllm:
+        share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
         proposal["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
     if (start_s := round(START_S + 4 * model.parameters / LOAD_BYTES_S)) > job.start_s:
         proposal["deadlines.start_s"] = start_s

@@ -7,7 +7,8 @@ be prefilled.
 Two kinds of cached contexts are reused, each under one policy version only: the context of a trajectory's last turn, if
 its next turn starts with the same tokens; and, except for its last token, a prompt for which several requests wait.
 
-Memory is counted in pages of tokens and never exceeds `kv_tokens`. Running rows evict cached contexts: first prompts,
+Memory is counted in pages of tokens, of which running rows and cached contexts have at most `kv_tokens`. The tensors of
+running rows have room for more (row_storage.py). Running rows evict cached contexts: first prompts,
 then contexts whose turns ended first, last those that requests wait for. If that is not enough, the row that entered
 last is preempted: it waits again, before all others, and is prefilled again.
 """

@@ -2,7 +2,9 @@
 
 The capacity of a row is a power of two times the page size. All rows of one capacity share one tensor per layer, their
 bucket. So a pass reads the rows of a bucket as views, pads a row to less than twice its length, and writes only new
-tokens. A row moves to the next bucket when its capacity is used up, at amortized constant cost per token.
+tokens. A row moves to the next bucket when its capacity is used up, at amortized constant cost per token. A bucket has
+at most twice as many slots as rows, so all buckets together have room for less than four times the tokens of their
+rows, counted in pages; STORAGE_FACTOR in pipeline/sizing/memory.py is the most that was measured.
 
 Invariants: the rows of a bucket use the slots 0, 1, 2, ... without gaps, the same slots in each layer; token i of a row
 is at position i of its slot. Values after a row's length are finite and are overwritten before they are used, so the
@@ -19,8 +21,11 @@ import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a row in one layer: [heads, tokens, size] each."""
-INITIAL_SLOTS = 4
-"""Slots that a bucket's tensors have at first."""
+
+
+def _num_slots(rows: int) -> int:
+    """Slots that the tensors of a bucket of so many rows get, when they get others."""
+    return rows * 5 // 4
 
 
 @dataclass(eq=False, slots=True)
@@ -59,10 +64,13 @@ class LayerStorage:
                 source = buckets[from_capacity][from_slot, :, :length]
                 _ensure_slots(buckets, to_capacity, to_slot + 1, source.transpose(0, 1))[to_slot, :, :length] = source
 
-    def free(self, capacity: int) -> None:
-        """Free a bucket's memory."""
-        self.keys.pop(capacity, None)
-        self.values.pop(capacity, None)
+    def shrink(self, capacity: int, rows: int) -> None:
+        """Free the slots of a bucket that has `rows` rows left, if it needs less than half of them."""
+        for buckets in (self.keys, self.values):
+            if capacity in buckets and buckets[capacity].shape[0] > 2 * rows:
+                bucket = buckets.pop(capacity)
+                if rows:
+                    buckets[capacity] = bucket[: _num_slots(rows)].clone()
 
     def read(self, row: BatchRow) -> KeysAndValues:
         """Return a copy of a row's keys and values."""
@@ -116,9 +124,8 @@ class Buckets:
                 layer.copy(last_row.capacity, last_row.slot, row.capacity, row.slot, last_row.length)
             last_row.slot = row.slot
             bucket[row.slot] = last_row
-        if not bucket:
-            for layer in self._layers:
-                layer.free(row.capacity)
+        for layer in self._layers:
+            layer.shrink(row.capacity, len(bucket))
         row.capacity = 0
 
     def save(self, row: BatchRow) -> list[KeysAndValues]:
@@ -134,14 +141,13 @@ class Buckets:
 
 
 def _ensure_slots(buckets: dict[int, torch.Tensor], capacity: int, slots: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the bucket's tensor, enlarged to `slots` slots if it has fewer. like: [tokens, heads, size], has the
+    """Return the bucket's tensor, enlarged if it has fewer than `slots` slots. like: [tokens, heads, size], has the
     tensor's number of heads, size and type."""
     bucket = buckets.get(capacity)
     if bucket is not None and bucket.shape[0] >= slots:
         return bucket
-    count = INITIAL_SLOTS if bucket is None else 2 * bucket.shape[0]
     # Zeros: memory that was never written may have NaN, which no mask removes.
-    new_bucket = like.new_zeros(max(count, slots), like.shape[1], capacity, like.shape[2])
+    new_bucket = like.new_zeros(_num_slots(slots), like.shape[1], capacity, like.shape[2])
     if bucket is not None:
         new_bucket[: bucket.shape[0]] = bucket
     buckets[capacity] = new_bucket

@@ -42,8 +42,11 @@ def test_a_job_that_does_not_fit_is_rejected_with_the_smallest_change(
         place_locally(loading.load(job_of_8b), read_devices(pynvml))
     assert str(refused.value).endswith("; it fits with training.recompute_activations = true, training.ranks = 4")
     assert "\n" not in str(refused.value)
+    adapter = ("training.lora.rank=8", "rollout.on_pull=adapter")
+    with pytest.raises(ConfigError, match=r"; it fits with training.recompute_activations = true$"):
+        place_locally(loading.load(job_of_8b, adapter), read_devices(pynvml))
     assert place_locally(
-        loading.load(job_of_8b, ("training.lora.rank=8", "rollout.on_pull=adapter")), read_devices(pynvml)
+        loading.load(job_of_8b, (*adapter, "training.recompute_activations=true")), read_devices(pynvml)
     )[0]
     assert place_locally(
         loading.load(job_of_8b, ("training.ranks=4", "training.recompute_activations=true")), read_devices(pynvml)
@@ -103,12 +106,19 @@ def test_plan_has_the_size_of_the_resume_points_of_a_finished_run(job_of_8b: Pat
     assert line in end.stdout and ("disk" in end.stdout) == bool(line), end.stdout + end.stderr
 
 
+def test_a_job_that_trains_an_adapter_fits_where_its_model_would_not(job_of_8b: Path) -> None:
+    plan = ("config", "explain", job_of_8b, "--gpus", "2xH100-80", "--set", "training.recompute_activations=true")
+    end = command(*plan, "--set", "training.lora.rank=8", "--set", "rollout.on_pull=adapter")
+    assert end.returncode == 0 and "\nfits; " in end.stdout, end.stdout + end.stderr
+    assert command(*plan).returncode == 2
+
+
 def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("0.6B")}))
     knobs = (
-        f"model.path={tmp_path}", "model.dtype=bfloat16", "rollout.engine.kv_tokens=150000",
+        f"model.path={tmp_path}", "model.dtype=bfloat16", "rollout.engine.kv_tokens=66000",
         "training.recompute_activations=true",
     )  # fmt: skip
     turns = (*knobs, "cluster.layout=turns")

@@ -11,16 +11,24 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from staleflow.pipeline.placement.devices import GB
 from staleflow.pipeline.sizing.memory import (
+    LOGIT_BYTES,
+    MODEL_TYPES,
+    STORAGE_FACTOR,
     EngineShape,
     ModelShape,
     TrainingShape,
     activation_bytes,
+    engine_parts,
     kv_bytes,
-    layer_bytes,
+    layer_activation_bytes,
     parameter_bytes,
+    trainer_parts,
 )
 from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.training.lm_head import GPU_CHUNK_BYTES
+from staleflow.tasks.training.lora import inject_adapter
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {
@@ -65,7 +73,8 @@ QWEN3: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return {"head_dim": 128, "vocab_size": 151936} | QWEN3[name]
+    kind = "qwen3_moe" if "A3B" in name else "qwen3"
+    return {"model_type": kind, "head_dim": 128, "vocab_size": 151936} | QWEN3[name]
 
 
 def shape(name: str) -> ModelShape:
@@ -74,10 +83,35 @@ def shape(name: str) -> ModelShape:
 
 @pytest.mark.parametrize("name", list(QWEN3))
 def test_parameter_counts_match_the_models(name: str) -> None:
-    kind = "qwen3_moe" if "A3B" in name else "qwen3"
+    config = config_of(name)
+    assert shape(name).parameters == pytest.approx(num_parameters(CONFIG_MAPPING[config["model_type"]](**config)), 1e-4)
+
+
+def num_parameters(config: Any) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config_of(name)))
-    assert shape(name).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-4)
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_parameter_counts_match_each_model_type_with_its_default_sizes(kind: str) -> None:
+    """A saved config.json may leave out whether embeddings are tied, if that is as usual for the type."""
+    config: Any = CONFIG_MAPPING[kind](num_hidden_layers=4)
+    sizes = {key: value for key, value in config.to_dict().items() if key != "tie_word_embeddings"}
+    assert ModelShape.of(sizes, kind).parameters == pytest.approx(num_parameters(config), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model_type": "deepseek_v3", "n_routed_experts": 256},
+        {"model_type": "gemma3", "text_config": config_of("0.6B")},
+        {"mlp_only_layers": [0]},
+        {"decoder_sparse_step": 2},
+    ],
+)
+def test_models_with_layers_of_other_kinds_are_rejected(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^mine: a model of model_type = .* is not one whose memory can be planned"):
+        ModelShape.of(config_of("30B-A3B") | other, "mine")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +134,13 @@ def test_activation_bytes_per_token_match_the_table(name: str, megabytes: float)
     assert activation_bytes(shape(name), "bfloat16", recompute=False) / 1e6 == pytest.approx(megabytes, rel=0.05)
 
 
-def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str, Any]) -> int:
+def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str, Any], adapter_rank: int = 0) -> int:
     """Return the bytes of the tensors that autograd saves in a forward pass, without parameters."""
     torch.manual_seed(0)
     config: AutoConfig = CONFIG_MAPPING[kind](vocab_size=64, num_hidden_layers=layers, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").model
+    if adapter_rank:
+        model = inject_adapter(model, LoraConfig(rank=adapter_rank), seed=0)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     results: dict[int, torch.Tensor] = {}
 
@@ -121,8 +157,8 @@ def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(("kind", "adapter_rank"), [("qwen3", 0), ("qwen3", 8), ("qwen3_moe", 0)])
+def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, adapter_rank: int, dtype: str) -> None:
     """By differences between two layers and one, and between sequences 64 tokens apart."""
     sizes: dict[str, Any] = {
         "hidden_size": 256,
@@ -140,10 +176,49 @@ def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, dtype
             "mlp_only_layers": [],
         }
     first, second = (
-        saved_bytes(kind, dtype, layers, 128, sizes) - saved_bytes(kind, dtype, layers, 64, sizes) for layers in (1, 2)
+        saved_bytes(kind, dtype, layers, 128, sizes, adapter_rank)
+        - saved_bytes(kind, dtype, layers, 64, sizes, adapter_rank)
+        for layers in (1, 2)
     )
-    model = ModelShape.of(sizes | {"num_hidden_layers": 2, "vocab_size": 64}, kind)
-    assert layer_bytes(model, dtype) == pytest.approx((second - first) / 64, rel=0.05)
+    model = ModelShape.of(sizes | {"model_type": kind, "num_hidden_layers": 2, "vocab_size": 64}, kind)
+    planned, saved = layer_activation_bytes(model, dtype), (second - first) / 64
+    if adapter_rank:
+        assert saved <= planned <= 1.2 * saved
+    else:
+        assert planned == pytest.approx(saved, rel=0.05)
+
+
+def test_the_weights_of_an_adapter_are_trained_and_those_of_its_model_only_read() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**config_of("8B")))
+    model = inject_adapter(model, LoraConfig(rank=8), seed=0)
+    expected = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
+    training = TrainingShape(
+        ranks=1, dtype="float32", microbatch_tokens=8192, recompute=False, offload=False, adapter_rank=8
+    )
+    assert parameter_bytes(shape("8B"), training) == pytest.approx(expected, rel=1e-4)
+    sharded = dataclasses.replace(training, ranks=4)
+    assert parameter_bytes(shape("8B"), sharded) < parameter_bytes(shape("8B"), training) / 2
+    full = dataclasses.replace(training, adapter_rank=0)
+    assert sum(trainer_parts(shape("8B"), training).values()) < sum(trainer_parts(shape("8B"), full).values()) - 90 * GB
+
+
+def test_key_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
+    """Qwen3-30B-A3B has 4 key heads."""
+    bytes_per_token = [kv_bytes(shape("30B-A3B"), "bfloat16", gpus) for gpus in (1, 2, 4, 8)]
+    assert bytes_per_token == [98304, 49152, 24576, 24576]
+
+
+def test_the_transformers_engine_needs_more_for_its_cache_and_has_no_cuda_graphs() -> None:
+    vllm = job(8).engine
+    parts = engine_parts(shape("8B"), vllm)
+    other = engine_parts(shape("8B"), dataclasses.replace(vllm, is_vllm=False))
+    assert other["KV cache"] == STORAGE_FACTOR * parts["KV cache"]
+    assert other["CUDA context"] == parts["CUDA context"] - 10**9
+
+
+def test_logits_are_counted_as_the_output_layer_computes_them() -> None:
+    assert LOGIT_BYTES == 4 * GPU_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
@@ -195,6 +270,6 @@ def test_a_planned_change_makes_the_model_fit() -> None:
 
 def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
     """The transformers engine has no tensor_parallel."""
-    large = dataclasses.replace(job(64), is_vllm=False)
+    large = dataclasses.replace(job(64), engine=dataclasses.replace(job(64).engine, is_vllm=False))
     assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
     assert make_plan(shape("32B"), large, 48 * GB).changes is None

@@ -124,9 +124,10 @@ def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) 
                 trainer.sleep()
             device.measure("trainer asleep")
             engine.load(version, weights.path(version))
-            sample_until(engine, 20, [request(version, max_new_tokens=90)])
+            trajectories = [TrajectoryId(4 * version + number) for number in range(4)]
+            sample_until(engine, 20, [request(trajectory, max_new_tokens=90) for trajectory in trajectories])
             device.measure("sampling")
-            engine.interrupt([TrajectoryId(version)])
+            engine.interrupt(trajectories)
 
 
 def test_trainer_and_engine_in_turns_stay_within_the_memory_of_one(
