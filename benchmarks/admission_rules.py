@@ -53,7 +53,7 @@ class WindowedLedger(StalenessLedger):
         return sum(self.deadline(entry.version) <= step for entry in self._next_batch())
 
     def _next_batch(self) -> list[Entry]:
-        live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
+        live = [e for e in self.live_groups.values() if e.state is not EntryState.QUEUED]
         live.sort(key=lambda e: (e.version, e.group))
         picked: list[Entry] = []
         while live and len(picked) < self.groups_per_step:

@@ -108,7 +108,7 @@ class Share(SimulatedRun):
         """Lose the coordinator and its instances while a step is trained. Responses keep the tokens that were
         delivered. until_s: when another coordinator resumes the groups in flight, after the step is published."""
         ledger = self.coordinator.ledger
-        in_flight = [self._in_flight(group) for group in ledger.entries]
+        in_flight = [self._in_flight(group) for group in ledger.live_groups]
         self._tokens = {m.trajectory: m.tokens for group in in_flight for m in group.members if m.tokens}
         state = LedgerState(
             num_started=ledger.num_started, live=(), next_step=ledger.next_step, version=ledger.next_step,

@@ -248,7 +248,7 @@ class Coordinator(CoordinatorInspection):
 
     def _filter_or_occupy(self, group: GroupId) -> None:
         """Make a complete group available to the trainer, or filter it if it is not worth training on."""
-        members = self.ledger.entries[group].completed
+        members = self.ledger.live_groups[group].completed
         rewards = [r for m in members if (r := self._state.live_trajectories[m].reward) is not None]
         if self._state.mixture is not None:
             self._state.mixture.record_rewards(group, rewards)

@@ -16,7 +16,7 @@ def validate(state: CoordinatorState) -> None:
     """Check all invariants. O(live trajectories). Raises `ProtocolViolation` for the first that is broken."""
     state.ledger.validate()
     state.fleet.validate()
-    members = {member for entry in state.ledger.entries.values() for member in entry.members}
+    members = {member for entry in state.ledger.live_groups.values() for member in entry.members}
     if state.evaluation is not None:
         members |= state.evaluation.members
     if members != state.live_trajectories.keys():
@@ -27,7 +27,7 @@ def validate(state: CoordinatorState) -> None:
     for trajectory in state.live_trajectories.values():
         _validate_trajectory(state, trajectory)
     _validate_instances(state)
-    unreserved_groups = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
+    unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is EntryState.QUEUED}
     if unreserved_groups != state.unreserved_groups:
         raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved_groups ^ state.unreserved_groups)[:10]}")
     waiting_levels = {
@@ -59,7 +59,7 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
     if (trajectory.phase is Phase.RUNNING) != (trajectory.instance is not None):
         raise ProtocolViolation(f"{trajectory.id} is {trajectory.phase.value} on {trajectory.instance}")
     if not trajectory.is_evaluation:
-        entry = state.ledger.entries[trajectory.group]
+        entry = state.ledger.live_groups[trajectory.group]
         if (trajectory.phase is Phase.DONE) != (trajectory.id in entry.completed):
             raise ProtocolViolation(
                 f"{trajectory.id} is {trajectory.phase.value}, its group has {entry.completed} completed"
@@ -67,7 +67,7 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
     is_routed = (
         trajectory.route_number > 0
         if trajectory.is_evaluation
-        else trajectory.id in state.ledger.entries[trajectory.group].routed
+        else trajectory.id in state.ledger.live_groups[trajectory.group].routed
     )
     if (trajectory.v_traj >= 0) != is_routed or is_routed != (trajectory.route_number > 0):
         raise ProtocolViolation(

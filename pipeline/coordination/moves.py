@@ -73,7 +73,7 @@ class MovePlanner:
                     remaining_tokens=self._forecast.episodes.expected_sampled_tokens(
                         self._forecast.expected_remaining(trajectory.group, trajectory.tokens)
                     ),
-                    deadline=ledger.deadline(ledger.entries[trajectory.group].version),
+                    deadline=ledger.deadline(ledger.live_groups[trajectory.group].version),
                 )
                 for trajectory in trajectories
             ]
@@ -119,7 +119,7 @@ class MovePlanner:
             return False
         ledger = self._state.ledger
         is_unfinished = trajectory.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
-        version = ledger.entries[trajectory.group].version
+        version = ledger.live_groups[trajectory.group].version
         return is_unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
 
     def _movable_trajectories(self, source: Instance, target: Instance) -> list[LiveTrajectory]:

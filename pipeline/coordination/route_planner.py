@@ -87,7 +87,7 @@ class RoutePlanner:
         if trajectory.v_traj >= 0:
             return trajectory.v_traj
         ledger = self._state.ledger
-        is_queued = ledger.entries[trajectory.group].state is EntryState.QUEUED
+        is_queued = ledger.live_groups[trajectory.group].state is EntryState.QUEUED
         # If an older version is accepted, so is a newer one. Few versions are served at a time.
         for version in self._state.fleet.distinct_versions():
             if is_queued:

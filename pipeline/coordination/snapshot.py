@@ -62,7 +62,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
         phases[trajectory.phase] += not trajectory.is_evaluation
     ledger = state.ledger
     ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
-    for entry in ledger.entries.values():
+    for entry in ledger.live_groups.values():
         ages[entry.state].append(ledger.version - entry.version)
     return Snapshot(
         version=ledger.version,
@@ -116,7 +116,7 @@ def explain_waiting(state: CoordinatorState, limit: int) -> str:
     )
     oldest = sorted(
         (t for t in state.live_trajectories.values() if t.phase is not Phase.DONE and not t.is_evaluation),
-        key=lambda t: (UNRESERVED if (version := ledger.entries[t.group].version) < 0 else version, t.phase_since),
+        key=lambda t: (UNRESERVED if (version := ledger.live_groups[t.group].version) < 0 else version, t.phase_since),
     )[:limit]
     lines = [
         f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.phase_since:.1f} s"

@@ -95,7 +95,7 @@ class CoordinatorState(ReplanFlags):
         """Return the queue level of a group's members."""
         if is_evaluation(group):
             return EVALUATION
-        version = self.ledger.entries[group].version
+        version = self.ledger.live_groups[group].version
         return UNRESERVED if version < 0 else version
 
     def get_in_phase(self, phase: Phase, trajectory_id: TrajectoryId, route_number: int) -> LiveTrajectory | None:
@@ -164,7 +164,7 @@ class CoordinatorState(ReplanFlags):
         for member in sorted(group.members, key=lambda member: member.version):
             if member.version >= 0:
                 self.ledger.reserve(group.group, member.trajectory, member.version)
-        if self.ledger.entries[group.group].state is EntryState.QUEUED:
+        if self.ledger.live_groups[group.group].state is EntryState.QUEUED:
             self.unreserved_groups.add(group.group)
         for trajectory in restore_members(group, sampled_phase, self.now):
             self.live_trajectories[trajectory.id] = trajectory
@@ -190,7 +190,7 @@ class CoordinatorState(ReplanFlags):
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Abort all trajectories in flight."""
         return self._remove_ended(
-            [ending for group in tuple(self.ledger.entries) for ending in self.ledger.abort(group, reason)]
+            [ending for group in tuple(self.ledger.live_groups) for ending in self.ledger.abort(group, reason)]
         )
 
     def consume(self) -> TrainBatch:
@@ -457,7 +457,7 @@ class CoordinatorState(ReplanFlags):
 
     def _requeue_members(self, group: GroupId) -> None:
         """Move the queued members of a group to the level of its reservation, after that was made or changed."""
-        for member in sorted(self.ledger.entries[group].waiting):
+        for member in sorted(self.ledger.live_groups[group].waiting):
             trajectory = self.live_trajectories[member]
             if trajectory.phase is Phase.QUEUED:
                 self.queue.remove(trajectory, trajectory.queue_level)
@@ -505,7 +505,7 @@ class CoordinatorState(ReplanFlags):
                 {
                     ending.group: (ending.fate, ending.reason)
                     for ending in reversed(endings)
-                    if ending.group not in self.ledger.entries
+                    if ending.group not in self.ledger.live_groups
                 }
             )
         for ending in endings:

@@ -5,7 +5,7 @@ Invariants:
 1. Bound. A group whose oldest token may stem from version V is consumed by a step b with V <= b <= V + eta.
 2. No reserved work is wasted. Without redundancy, every reserved group has a legal step as long as it is live.
 3. Once. A group is consumed by at most one step, and every step consumes exactly `groups_per_step` groups.
-4. Conservation. started = consumed + filtered + aborted + live, for groups and for trajectories, at every moment.
+4. Conservation. Of trajectories, started = consumed + filtered + aborted + live at every moment.
 
 A reservation guarantees a group an entry by its deadline, not in a particular step. The ledger assigns no group to a
 step; it keeps the reserved groups by version, each due by its deadline V + eta, and keeps that schedule feasible
@@ -51,9 +51,10 @@ class StalenessLedger:
         eta: The staleness bound, >= 0.
         groups_per_step: Groups that one step consumes.
         group_size: Members that an advantage is computed over.
-        oversampled_groups: Groups started per step; more than groups_per_step is redundancy, and the surplus is aborted
-            as soon as it can no longer be used.
-        oversampled_group_size: Members started per group; more than group_size is redundancy, as above.
+        oversampled_groups: Groups started per step, surplus included; more than groups_per_step is redundancy, and the
+            surplus is aborted as soon as it can no longer be used.
+        oversampled_group_size: Members started per group, surplus included; more than group_size is redundancy, as
+            above.
         num_steps: Planned end; nothing is reserved beyond it.
     """
 
@@ -74,19 +75,23 @@ class StalenessLedger:
         self.oversampled_group_size = group_size if oversampled_group_size is None else oversampled_group_size
         self.num_steps = num_steps
         self._reservations_per_step = self.oversampled_groups
-        """Groups that may hold reservations for one step."""
+        """Groups that may hold reservations for one step. Only a ledger whose reserved groups may lose their step
+        changes it (DroppingLedger in pipeline/simulator/baselines.py)."""
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
         if self.oversampled_groups < groups_per_step or self.oversampled_group_size < group_size:
             raise ValueError("oversampled_groups must be >= groups_per_step, and oversampled_group_size >= group_size")
         self.version = PolicyVersion(0)
         self.next_step = 0
-        self.entries: dict[GroupId, Entry] = {}
+        self.live_groups: dict[GroupId, Entry] = {}
+        """The record of each live group, including queued ones, which have no reserved entry."""
         # By version, in order of arrival: dicts serve as ordered sets.
         self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
         self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
         self.num_started = 0
+        """Number of trajectories started, of all groups. Unlike num_reserved and num_occupied, which count groups."""
         self.num_ended: dict[tuple[Fate, AbortReason], int] = {}
+        """Numbers of trajectories that have ended, by how."""
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class StalenessLedger:
 
     def refusal(self, version: PolicyVersion) -> str | None:
         """The reason why no more groups of `version` can reserve an entry; None if one can."""
-        return self._shortage(self.deadline(version), self._last_deadline())
+        return self._shortage(version, self._last_deadline())
 
     def num_reservable(self, version: PolicyVersion) -> int:
         """Number of additional groups of `version` that can reserve an entry now."""
@@ -110,10 +115,10 @@ class StalenessLedger:
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
-        entry = self.entries[group]
+        entry = self.live_groups[group]
         if entry.state is EntryState.QUEUED:
             return self.refusal(version) is None
-        return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
+        return entry.state is EntryState.RESERVED and self._version_change_refusal(entry, version) is None
 
     def ready(self) -> bool:
         """Whether the next step can consume its batch now without breaking more reservations than redundancy allows."""
@@ -135,15 +140,17 @@ class StalenessLedger:
 
     @property
     def num_reserved(self) -> int:
+        """Number of groups that have reserved an entry and are not finished."""
         return sum(map(len, self._reserved.values()))
 
     @property
     def num_occupied(self) -> int:
+        """Number of finished groups that wait to be trained on."""
         return sum(map(len, self._occupied.values()))
 
     def view(self) -> tuple[BufferView, ...]:
         """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
-        steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
+        steps = range(self.next_step, self._last_deadline() + 1)
         reserved: dict[int, dict[int, int]] = {step: {} for step in steps}
         occupied: dict[int, dict[int, int]] = {step: {} for step in steps}
         num_free = dict.fromkeys(steps, self.oversampled_groups)
@@ -171,34 +178,37 @@ class StalenessLedger:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
-        """Restore the counts of a run that has published version `step` and has nothing in flight. Call before any
-        other method."""
+        """Restore the counts of a run that has published version `step`. Call before any other method; `start` then
+        adds the groups in flight. num_ended: trajectories that have ended, by how."""
         if self.num_started or self.next_step or step > self.num_steps:
             raise ProtocolViolation(
                 f"cannot resume at step {step} of {self.num_steps}: the ledger is at step {self.next_step}, with "
                 f"{self.num_started} trajectories started"
             )
+        self._check_consumed(num_ended, step)
         self.version, self.next_step = PolicyVersion(step), step
         self.num_ended = dict(num_ended)
         self.num_started = sum(num_ended.values())
-        self._validate_counts()
 
-    def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
+    def start(self, group: GroupId, live_members: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
         """Add a new group to the queue, without a reservation. Returns the ids of its members.
 
-        unfinished: members of a restored group that had not ended when it was stored; its other members are among the
-        counts that were restored. Reservations are made again, oldest version first: Hall's condition held for all
-        reservations together, so it holds for any part of them.
+        live_members: members of a restored group that had not ended when it was stored, completed ones included; its
+        other members are among the counts that were restored. Reservations are made again, oldest version first.
+        Without redundancy all can be: Hall's condition held for all of them together, so it holds for any part of them.
+        With redundancy some may have to wait (docs/protocol.md).
         """
-        if group in self.entries:
+        if group in self.live_groups:
             raise ProtocolViolation(f"group {group} was started twice")
         first = group * self.oversampled_group_size
         members = tuple(TrajectoryId(first + i) for i in range(self.oversampled_group_size))
-        if unfinished is not None:
-            if not set(unfinished) <= set(members) or len(set(unfinished)) < max(self.group_size, len(unfinished)):
-                raise ProtocolViolation(f"group {group} cannot be taken up with members {list(unfinished)[:10]}")
-            members = tuple(unfinished)
-        self.entries[group] = Entry(group=group, waiting=set(members))
+        if live_members is not None:
+            if not set(live_members) <= set(members) or len(set(live_members)) < max(
+                self.group_size, len(live_members)
+            ):
+                raise ProtocolViolation(f"group {group} cannot be taken up with members {list(live_members)[:10]}")
+            members = tuple(live_members)
+        self.live_groups[group] = Entry(group=group, waiting=set(members))
         self.num_started += len(members)
         return members
 
@@ -209,13 +219,15 @@ class StalenessLedger:
         version, and with it its deadline, if all other reservations can still be kept. Raises ProtocolViolation if not:
         check `can_reserve` first.
         """
-        entry = self._live_entry(group)
+        entry = self._live_group(group)
         if member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
-        if version > self.version or version < 0:
-            raise ProtocolViolation(f"group {group}: version {version} is not published, only 0 to {self.version} are")
         if not self.can_reserve(group, version):
-            why = self.refusal(version) if entry.state is EntryState.QUEUED else self._moved_refusal(entry, version)
+            why = (
+                self.refusal(version)
+                if entry.state is EntryState.QUEUED
+                else self._version_change_refusal(entry, version)
+            )
             raise ProtocolViolation(f"group {group} cannot reserve an entry at version {version}: {why}")
         if entry.state is EntryState.QUEUED:
             entry.state, entry.version = EntryState.RESERVED, version
@@ -228,7 +240,7 @@ class StalenessLedger:
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
         """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
-        entry = self._live_entry(group)
+        entry = self._live_group(group)
         if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
         entry.waiting.remove(member)
@@ -238,7 +250,7 @@ class StalenessLedger:
     def occupy(self, group: GroupId) -> tuple[Ending, ...]:
         """Turn a complete group's reservation into finished work; abort its surplus members and groups left without a
         step."""
-        entry = self._live_entry(group)
+        entry = self._live_group(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(
                 f"group {group} cannot be occupied: {entry.state.name}, {len(entry.completed)} done"
@@ -265,7 +277,7 @@ class StalenessLedger:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
         for entry in batch:
             self._remove_from_index(entry)
-            del self.entries[entry.group]
+            del self.live_groups[entry.group]
         members = tuple(m for e in batch for m in e.completed)
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
         self.next_step += 1
@@ -278,8 +290,9 @@ class StalenessLedger:
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
-        """Abort a group, or one unfinished member of it if enough others remain. An aborted group's entry is freed."""
-        entry = self._live_entry(group)
+        """Abort a group, or one unfinished member of it; if too few others remain, the whole group is aborted. An
+        aborted group's entry is freed."""
+        entry = self._live_group(group)
         if member is not None:
             if member not in entry.waiting:
                 raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
@@ -297,7 +310,7 @@ class StalenessLedger:
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
         """Discard a complete group that is not worth training on. Its entry becomes free for a replacement."""
-        entry = self._live_entry(group)
+        entry = self._live_group(group)
         if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
         self._drop(entry)
@@ -335,27 +348,30 @@ class StalenessLedger:
             index_versions = {g: v for v, groups in index.items() for g in groups}
             if sum(map(len, index.values())) != len(index_versions):
                 raise ProtocolViolation(f"a group is {state.name} under two versions")
-            expected_versions = {g: e.version for g, e in self.entries.items() if e.state is state}
+            expected_versions = {g: e.version for g, e in self.live_groups.items() if e.state is state}
             if index_versions != expected_versions:
                 raise ProtocolViolation(
                     f"{state.name} index and entries differ: {index_versions.items() ^ expected_versions.items()}"
                 )
-        for entry in self.entries.values():
+        for entry in self.live_groups.values():
             if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
                 raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
             if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
                 raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
 
     def _validate_counts(self) -> None:
-        num_live = sum(len(e.completed) + len(e.waiting) for e in self.entries.values())
+        num_live = sum(len(e.completed) + len(e.waiting) for e in self.live_groups.values())
         if num_live != self.num_live:
             raise ProtocolViolation(
                 f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, "
                 f"but {num_live} live"
             )
-        num_consumed = self.num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
-        if num_consumed != self.next_step * self.groups_per_step * self.group_size:
-            raise ProtocolViolation(f"{num_consumed} trajectories consumed by {self.next_step} steps")
+        self._check_consumed(self.num_ended, self.next_step)
+
+    def _check_consumed(self, num_ended: Mapping[tuple[Fate, AbortReason], int], num_steps: int) -> None:
+        num_consumed = num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
+        if num_consumed != num_steps * self.groups_per_step * self.group_size:
+            raise ProtocolViolation(f"{num_consumed} trajectories consumed by {num_steps} steps")
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -374,12 +390,12 @@ class StalenessLedger:
             for group in self._occupied[version]:
                 if len(entries) == self.groups_per_step:
                     break
-                entries.append(self.entries[group])
+                entries.append(self.live_groups[group])
         return entries
 
     def _last_deadline(self) -> int:
         """The last step by which any existing or possible reservation is due."""
-        return min(self.version + self.eta, self.num_steps - 1)
+        return self.deadline(self.version)
 
     def _due_versions(self, step: int) -> Iterable[PolicyVersion]:
         """The versions whose deadline is exactly `step`."""
@@ -412,9 +428,12 @@ class StalenessLedger:
                     self.groups_per_step * num_steps - num_finished,
                 )
 
-    def _shortage(self, deadline: int, last_step: int) -> str | None:
-        """The reason one more group due by `deadline` cannot reserve an entry, judged by the steps to `last_step`, or
+    def _shortage(self, version: PolicyVersion, last_step: int) -> str | None:
+        """The reason one more group of `version` cannot reserve an entry, judged by the steps to `last_step`, or
         None."""
+        if not 0 <= version <= self.version:
+            return f"version {version} is not published, only 0 to {self.version} are"
+        deadline = self.deadline(version)
         if deadline < self.next_step:
             return f"it would have to be trained on by step {deadline}, the next is {self.next_step}"
         for step, num_unreserved, num_unfilled in itertools.takewhile(
@@ -429,13 +448,13 @@ class StalenessLedger:
                 return f"finished groups fill all entries up to step {step}"
         return None
 
-    def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
+    def _version_change_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
         """The reason why a reserved group cannot take `version`; None if all reservations can still be kept. One not
         older only needs a deadline that is not over."""
-        return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
+        return self._shortage(version, self.deadline(entry.version) - 1)
 
-    def _live_entry(self, group: GroupId) -> Entry:
-        entry = self.entries.get(group)
+    def _live_group(self, group: GroupId) -> Entry:
+        entry = self.live_groups.get(group)
         if entry is None:
             raise ProtocolViolation(f"group {group} is not live")
         return entry
@@ -451,7 +470,7 @@ class StalenessLedger:
     def _drop(self, entry: Entry) -> None:
         if entry.state is not EntryState.QUEUED:
             self._remove_from_index(entry)
-        del self.entries[entry.group]
+        del self.live_groups[entry.group]
 
     def _end(
         self, entry: Entry, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason

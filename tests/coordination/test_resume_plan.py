@@ -43,8 +43,8 @@ class RandomLedgerRun:
         number = ledger.num_started // ledger.oversampled_group_size
         if rng.random() < 0.3 and ledger.num_reservable(ledger.version) > 0:
             ledger.start(GroupId(number))
-        for group, entry in list(ledger.entries.items()):
-            if group not in ledger.entries:  # dropped in the meantime
+        for group, entry in list(ledger.live_groups.items()):
+            if group not in ledger.live_groups:  # dropped in the meantime
                 continue
             for member in sorted(entry.waiting):
                 version = PolicyVersion(max(0, ledger.version - rng.randint(0, 2)))
@@ -59,7 +59,7 @@ class RandomLedgerRun:
                     if ledger.complete(group, member):
                         self.end(ledger.occupy(group))
                         break
-            if rng.random() < 0.02 and group in ledger.entries:
+            if rng.random() < 0.02 and group in ledger.live_groups:
                 self.end(ledger.abort(group, AbortReason.ENGINE_FAILED))
         if ledger.next_step == ledger.version and ledger.ready():
             consumption = ledger.consume(ledger.next_step)
@@ -186,7 +186,7 @@ def test_members_of_another_group_are_rejected() -> None:
             ledger.start(GroupId(0), [TrajectoryId(i) for i in members])
     assert ledger.num_started == 0
     assert ledger.start(GroupId(0), [TrajectoryId(2), TrajectoryId(0)]) == (2, 0)
-    assert ledger.entries[GroupId(0)].state is EntryState.QUEUED
+    assert ledger.live_groups[GroupId(0)].state is EntryState.QUEUED
     assert ledger.num_live == 2
 
 

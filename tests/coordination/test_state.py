@@ -107,7 +107,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
         lambda s: s.live_trajectories.update({TrajectoryId(77): dataclasses.replace(live(s, 6), id=TrajectoryId(77))}),
         "differ about",
     ),
-    "ledger loses a member": (lambda s: s.ledger.entries[GroupId(2)].waiting.clear(), "live"),
+    "ledger loses a member": (lambda s: s.ledger.live_groups[GroupId(2)].waiting.clear(), "live"),
     "phase changed": (lambda s: setattr(live(s, 0), "phase", Phase.SCORING), "0 is scoring but not listed"),
     "instance changed": (lambda s: setattr(live(s, 0), "instance", B), "0 is running but not listed"),
     "instance kept": (lambda s: setattr(live(s, 2), "instance", InstanceId("gone")), "2 is scoring on gone"),
@@ -294,7 +294,7 @@ def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
     assert [state.record_reward(live(state, member), 0.0) for member in (0, 1, 2)] == [False, False, True]
     state.occupy(GroupId(0))
     state.ledger.version = PolicyVersion(3)
-    state.ledger.entries[GroupId(1)].version = PolicyVersion(1)
+    state.ledger.live_groups[GroupId(1)].version = PolicyVersion(1)
     view = take_snapshot(state, {"KV memory": 2})
     phases = (view.num_queued, view.num_running, view.num_acting, view.num_scoring)
     assert phases == (3, 1, 0, 1)

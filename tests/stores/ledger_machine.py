@@ -22,7 +22,7 @@ def dump_ledger(ledger: Any) -> str:
     """Return the complete state of a ledger as text, to check that a rejected call changed nothing."""
     entries = {
         g: (e.state.name, e.version, sorted(e.waiting), e.completed, sorted(e.routed))
-        for g, e in ledger.entries.items()
+        for g, e in ledger.live_groups.items()
     }
     counts = (ledger.version, ledger.next_step, ledger.num_started, ledger.num_ended)
     return repr((entries, ledger._reserved, ledger._occupied, counts))
@@ -257,7 +257,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.num_reserved == len(naive.held(occupied=False))
         assert self.ledger.num_occupied == len(naive.held(occupied=True))
         values = {i: g.version for i, g in naive.groups.items() if g.version is not None}
-        assert {i: e.version for i, e in self.ledger.entries.items() if e.version >= 0} == values
+        assert {i: e.version for i, e in self.ledger.live_groups.items() if e.version >= 0} == values
         assert self.ledger.ready() == naive.ready()
         seated = sum(sum(b.reserved.values()) + sum(b.occupied.values()) for b in self.ledger.view())
         assert naive.redundant or seated == len(naive.held())

@@ -51,7 +51,7 @@ def route(ledger: StalenessLedger, group: int, version: int) -> None:
 
 def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
     """Complete as many members as the group needs, and occupy."""
-    for member in sorted(ledger.entries[GroupId(group)].waiting)[: ledger.group_size]:
+    for member in sorted(ledger.live_groups[GroupId(group)].waiting)[: ledger.group_size]:
         ledger.complete(GroupId(group), member)
     return ledger.occupy(GroupId(group))
 
@@ -120,7 +120,7 @@ def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -
     ledger.start(GroupId(1))
     ledger.reserve(GroupId(1), TrajectoryId(2), PolicyVersion(1))
     ledger.reserve(GroupId(1), TrajectoryId(3), PolicyVersion(0))
-    assert ledger.entries[GroupId(1)].version == 0
+    assert ledger.live_groups[GroupId(1)].version == 0
     ledger.start(GroupId(2))
     ledger.reserve(GroupId(2), TrajectoryId(4), PolicyVersion(1))
     assert not ledger.can_reserve(GroupId(2), PolicyVersion(0))  # step 1 is promised to group 1
@@ -252,8 +252,10 @@ def test_a_step_starts_only_after_its_version_is_published() -> None:
 def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
     ledger = make(1)
     ledger.start(GroupId(0))
-    with pytest.raises(ProtocolViolation, match=f"group 0: version {version} is not published, only 0 to 0 are"):
+    with pytest.raises(ProtocolViolation, match=f"group 0 .*: version {version} is not published, only 0 to 0 are"):
         ledger.reserve(GroupId(0), TrajectoryId(0), PolicyVersion(version))
+    assert ledger.refusal(PolicyVersion(version)) == f"version {version} is not published, only 0 to 0 are"
+    assert not ledger.can_reserve(GroupId(0), PolicyVersion(version))
 
 
 def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
@@ -301,15 +303,18 @@ def test_a_resumed_ledger_continues_from_the_restored_counts() -> None:
     ledger.validate()
     with pytest.raises(ProtocolViolation, match="cannot resume at step"):
         ledger.resume(4, {consumed: 4})
+    other_ledger = make(eta=1)
     with pytest.raises(ProtocolViolation, match="2 trajectories consumed by 3 steps"):
-        make(eta=1).resume(3, {consumed: 2})
+        other_ledger.resume(3, {consumed: 2})
+    assert (other_ledger.version, other_ledger.next_step, other_ledger.num_started) == (0, 0, 0)
+    other_ledger.resume(3, {consumed: 3})
 
 
-@pytest.mark.parametrize("unfinished", [[0, 5], [0], [0, 0], [0, 1, 1]], ids=["foreign", "few", "repeated", "excess"])
-def test_resumed_group_takes_enough_members_of_its_own_each_once(unfinished: list[int]) -> None:
+@pytest.mark.parametrize("members", [[0, 5], [0], [0, 0], [0, 1, 1]], ids=["foreign", "few", "repeated", "excess"])
+def test_resumed_group_takes_enough_members_of_its_own_each_once(members: list[int]) -> None:
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=2, num_steps=2)
     with pytest.raises(ProtocolViolation, match=r"group 0 cannot be taken up with members"):
-        ledger.start(GroupId(0), [TrajectoryId(member) for member in unfinished])
+        ledger.start(GroupId(0), [TrajectoryId(member) for member in members])
     assert ledger.start(GroupId(0), [TrajectoryId(1), TrajectoryId(0)]) == (1, 0)
 
 
@@ -353,7 +358,7 @@ def add(ledger: Any, state: EntryState, count: int) -> None:
     for group in range(10, 10 + count):
         done = [group] if state is EntryState.OCCUPIED else []
         entry = Entry(group=group, waiting={group} - {*done}, completed=done, state=state, version=0, routed={group})  # type: ignore[arg-type]
-        ledger.entries[group] = index.setdefault(0, {})[group] = entry
+        ledger.live_groups[group] = index.setdefault(0, {})[group] = entry
         ledger.num_started += 1
 
 
@@ -370,10 +375,10 @@ def end_all(ledger: Any, *, next_step: int = 2, version: int = 2) -> None:
         ("a group is RESERVED under two versions", lambda ledger: ledger._reserved.update({1: {0: None}})),
         ("RESERVED index and entries differ", lambda ledger: ledger._reserved[0].clear()),
         ("OCCUPIED index and entries differ", lambda ledger: ledger._occupied[0].clear()),
-        ("group 0: members both waiting and done", lambda ledger: ledger.entries[0].completed.append(0)),
-        ("group 1: members both waiting and done", lambda ledger: ledger.entries[1].routed.clear()),
-        ("group 2 is QUEUED with version -1", lambda ledger: ledger.entries[2].routed.add(2)),
-        ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.entries[2], "version", 0)),
+        ("group 0: members both waiting and done", lambda ledger: ledger.live_groups[0].completed.append(0)),
+        ("group 1: members both waiting and done", lambda ledger: ledger.live_groups[1].routed.clear()),
+        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].routed.add(2)),
+        ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.live_groups[2], "version", 0)),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
         ("2 trajectories consumed by 0 steps", lambda ledger: end_all(ledger, next_step=0)),
         ("4 groups (3 finished) are due by step 1, which has 2 entries",

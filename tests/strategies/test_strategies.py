@@ -172,9 +172,9 @@ def started_groups(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[S
             ledger.reserve(GroupId(group), TrajectoryId(group), ledger.version)
             group, count = group + 1, count + 1
         started.append(count)
-        running = [g for g, e in ledger.entries.items() if e.state is EntryState.RESERVED]
+        running = [g for g, e in ledger.live_groups.items() if e.state is EntryState.RESERVED]
         for g in running[: max(4, len(running) // 2)]:
-            if g not in ledger.entries:  # dropped, because others fill its places
+            if g not in ledger.live_groups:  # dropped, because others fill its places
                 continue
             ledger.complete(g, TrajectoryId(g))
             ledger.occupy(g)
