@@ -7,17 +7,36 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import dask
+from dask.utils import parse_timedelta
+from distributed.scheduler import heartbeat_interval
+
 from staleflow.pipeline.cluster.submitted_job import ENDED, Job
 
 LEASE_S = 60.0
-"""Seconds without a heartbeat of a job's driver after which it counts as lost. Its Dask client sends one every five
-seconds, from the event loop that does all of the driver's work. Dask itself waits for five minutes."""
+"""Minimum seconds without a heartbeat of a job's driver after which it counts as lost. Its Dask client sends them from
+the event loop that does all of the driver's work. Dask itself waits for five minutes."""
+MISSED_HEARTBEATS = 3
+"""Number of intervals between heartbeats that must also have passed. The first interval of a client is
+distributed.client.heartbeat; then the scheduler sets it: 5 seconds for up to 10 clients, 30 for 400, and so on."""
 CHECK_S = 5.0
 """Seconds between two checks."""
 
 
+def lease_s(num_clients: int) -> float:
+    """Seconds without a heartbeat after which a driver counts as lost. num_clients: of the scheduler.
+
+    >>> lease_s(10), lease_s(1000)
+    (60.0, 180.0)
+    """
+    first_interval_s = parse_timedelta(dask.config.get("distributed.client.heartbeat"), default="ms")
+    interval_s: float = max(first_interval_s, 10 * heartbeat_interval(num_clients))  # 10: as Scheduler.client_heartbeat
+    return max(LEASE_S, MISSED_HEARTBEATS * interval_s)
+
+
 class DriverWatch:
-    """Watches the drivers of one scheduler's jobs. on_silent: called once for each driver that counts as lost."""
+    """Watches the drivers of one scheduler's jobs. on_silent: called for each driver that counts as lost, again after
+    each further lease that it stays so."""
 
     def __init__(self, scheduler: Any, jobs: Mapping[str, Job], on_silent: Callable[[Job], None]) -> None:
         self._scheduler = scheduler
@@ -27,7 +46,7 @@ class DriverWatch:
     async def run(self) -> None:
         """Check all drivers, until cancelled."""
         awake_since = checked_at = time.time()
-        reported_clients: set[str] = set()
+        reported_at: dict[str, float] = {}
         while True:
             await asyncio.sleep(CHECK_S)
             now = time.time()
@@ -35,13 +54,13 @@ class DriverWatch:
                 awake_since = now
             checked_at = now
             for job in self.silent_drivers(now, awake_since):
-                if job.client not in reported_clients:
-                    reported_clients.add(job.client)
+                if now - reported_at.get(job.client, 0.0) > lease_s(len(self._scheduler.clients)):
+                    reported_at[job.client] = now
                     self._on_silent(job)
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
-        """Return the submitted jobs whose driver counts as lost. Only drivers with a nanny, which can end them, because
-        otherwise two drivers could run at once. awake_since: time since which heartbeats could be received."""
+        """Return the submitted jobs whose driver counts as lost. Drivers without a nanny are left out: nothing can end
+        them, so two drivers could run at once. awake_since: time since which heartbeats could be received."""
         clients, workers = self._scheduler.clients, self._scheduler.workers
         return [
             job
@@ -50,5 +69,5 @@ class DriverWatch:
             and (client := clients.get(job.client)) is not None
             and (worker := workers.get(job.driver_worker)) is not None
             and worker.nanny
-            and now - max(client.last_seen, awake_since) > LEASE_S
+            and now - max(client.last_seen, awake_since) > lease_s(len(clients))
         ]

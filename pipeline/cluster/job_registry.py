@@ -201,7 +201,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _restart_silent_driver(self, job: Job) -> None:
         """Restart the worker of a driver that counts as lost; Dask restarts the driver on another worker."""
-        job.log(f"its driver on {job.driver_worker} has not reported for {driver_watch.LEASE_S:g} s and is restarted")
+        lease_s = driver_watch.lease_s(len(self._scheduler.clients))
+        job.log(f"its driver on {job.driver_worker} has not reported for {lease_s:g} s and is restarted")
         self._spawn(worker_restarts.restart_workers(self._scheduler, [job.driver_worker]))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

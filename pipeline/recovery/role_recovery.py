@@ -3,7 +3,7 @@ trajectory server from its store and spool.
 
 Invariants:
 - While a role is being restored, no other calls are sent to it, not even to a placed actor, because its state is not
-  complete yet.
+  complete yet. Only `server_answers` calls it, which changes and reads no state.
 - A role is restored once for each loss, even if several calls notice it: they wait for the same restoration, and are
   repeated then. So all calls to the trajectory server may be repeated.
 - A restored trajectory server has all data that the lost one acknowledged (stores/in_flight/spool.py).

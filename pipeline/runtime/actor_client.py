@@ -39,8 +39,9 @@ MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 3600.0
 """Number of replacements that one instance or role may have within this many seconds. One more loss ends the run. Older
 losses do not count, since long runs lose actors now and then."""
 MAX_FALSE_LOSSES = 3
-"""Number of consecutive times that an actor may report the trajectory server lost, although the driver can reach it,
-before the actor itself counts as lost."""
+"""Number of times that an actor may report the trajectory server lost in the attempts of one call, although the driver
+can reach it, before the actor itself counts as lost. EnvironmentHosts counts the reports of a host's steps, which come
+as outcomes."""
 DeadlineKey = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 """The key in [deadlines] whose seconds limit a call."""
 SERVER = ActorArg("server")
@@ -58,7 +59,7 @@ class ActorClient:
         self.clock = RunClock()
         self._device_turns = DeviceTurns(shared=config.shares_gpus)
         self._loss_times: dict[str, list[float]] = {}
-        """Seconds of the run at which each role was lost."""
+        """Seconds of the run at which each actor was lost, by its name without its replacement number."""
         self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         """By role, futures that get ActorLost when it is lost, to abort its pending long calls."""
         self.instances: dict[InstanceId, InstanceHandle] = {}
@@ -98,7 +99,8 @@ class ActorClient:
             await self.recovery.wait_until_restored(loss_error, called_s)
 
     async def server_answers(self) -> bool:
-        """Whether the trajectory server answers a call within deadlines.call_s."""
+        """Whether the trajectory server answers a call within deadlines.call_s. The call changes nothing. It is sent
+        even while the server is being restored: a caller that waited would take a loss for a false one."""
         try:
             await self.ask_once("server", "held_out_notice")
         except ActorLost:
@@ -147,9 +149,9 @@ class ActorClient:
     def record_loss(self, name: str, loss_error: ActorLost | ActorFailed) -> None:
         """Record the loss of an actor now, and release its worker. Raises ActorLost if it and its predecessors were
         lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
-        role, now = name.partition(".")[0], self.clock.elapsed_s
-        self._loss_times.setdefault(role, []).append(now)
-        recent_times = [loss_s for loss_s in self._loss_times[role] if now - loss_s < REPLACEMENT_WINDOW_S]
+        base_name, now = name.partition(".")[0], self.clock.elapsed_s
+        self._loss_times.setdefault(base_name, []).append(now)
+        recent_times = [loss_s for loss_s in self._loss_times[base_name] if now - loss_s < REPLACEMENT_WINDOW_S]
         self.loss_messages.append(f"{now:.1f} s: {loss_error}")
         logger.warning("%s; replacing it", loss_error)
         self.instances.pop(InstanceId(name), None)
@@ -161,7 +163,7 @@ class ActorClient:
                 future.set_exception(ActorLost(str(loss_error), loss_error.actor))
         if len(recent_times) > MAX_REPLACEMENTS:
             raise ActorLost(
-                f"{role} was lost {len(recent_times)} times within an hour, last: {loss_error}"
+                f"{base_name} was lost {len(recent_times)} times within an hour, last: {loss_error}"
             ) from loss_error
 
 
@@ -178,7 +180,7 @@ class DeviceTurns:
         self._training = False
         self._changed = asyncio.Event()
 
-    async def mark_awake(self, instance: str) -> None:
+    async def wait_and_mark_awake(self, instance: str) -> None:
         """Wait until the trainer is not computing, and mark an instance as awake."""
         while self.shared and self._training:
             await self._wait()

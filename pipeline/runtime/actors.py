@@ -255,7 +255,7 @@ class Actors(WeightPublisher):
         config = self._config
         attempt = len(self._loss_times.get(f"rollout-{index}", ())) + self._retired_indices.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
-        await self._device_turns.mark_awake(name)
+        await self._device_turns.wait_and_mark_awake(name)
         try:
             actor = await self._workers.place(
                 name,

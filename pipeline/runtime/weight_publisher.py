@@ -171,7 +171,7 @@ class WeightPublisher(ActorClient):
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         started_s = now_s()
         path = await self._fetch(instance.placed, version)
-        await self._device_turns.mark_awake(instance.id)
+        await self._device_turns.wait_and_mark_awake(instance.id)
         within_s = self._transfers.timeout_s(version)
         instance.is_loading = True
         expected_weights = self.verification.expected_weights(self._published_steps[version])

@@ -76,8 +76,9 @@ def check_shapes(expected_shapes: Shapes, loaded_shapes: Shapes, path: Path) -> 
 MAX_SHARD_SIZE = "2GB"
 """Size of a checkpoint's files, at most: no more of a model is copied at once."""
 
-OWNER_FILE = ".owner"
-"""A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
+LOCK_FILE = ".owner"
+"""An empty file in each folder, on which every process that uses the folder holds a shared lock. The lock is released
+however the process ends."""
 FOLDER_PREFIX = "staleflow-"
 """Prefix of the folders in shared memory, by which those that a killed run left behind are found and removed."""
 
@@ -85,7 +86,7 @@ FOLDER_PREFIX = "staleflow-"
 def remove_unused_folders(parent: Path) -> list[Path]:
     """Remove the folders below `parent` that no process uses any more, and return them. Safe while other runs start."""
     removed = []
-    for path in parent.glob(f"{FOLDER_PREFIX}*/{OWNER_FILE}"):
+    for path in parent.glob(f"{FOLDER_PREFIX}*/{LOCK_FILE}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent, ignore_errors=True)
@@ -98,12 +99,12 @@ def _create_and_lock(folder: Path) -> int | None:
     folder before it was locked. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        lock_fd = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT)
+        lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        if os.path.samestat(os.fstat(lock_fd), (folder / OWNER_FILE).stat()):
+        if os.path.samestat(os.fstat(lock_fd), (folder / LOCK_FILE).stat()):
             return lock_fd
     except FileNotFoundError:
         pass
@@ -153,7 +154,8 @@ class PartialFile:
         return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
 
     def write(self, piece: Piece, data: bytes) -> None:
-        """Write a received piece. Raises OSError, such as for a full disk; the piece then counts as missing."""
+        """Write a received piece. data: all of its bytes. Raises OSError, such as for a full disk; the piece is still
+        missing then."""
         with self._path.open("r+b", buffering=0) as file:
             file.seek(piece.offset)
             view = memoryview(data)
@@ -207,7 +209,7 @@ class WeightFolder:
             if partial_file.missing:
                 raise StoreError(f"{path}: {len(partial_file.missing)} pieces have not arrived")
 
-    def read_chunk(self, path: Path, offset: int, size: int) -> bytes:
+    def read_piece(self, path: Path, offset: int, size: int) -> bytes:
         """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
         with path.open("rb") as file:
             file.seek(offset)
@@ -255,12 +257,12 @@ def save_checkpoint(
         StoreError: The checkpoint cannot be written.
     """
     largest = max(weights.values(), key=lambda tensor: tensor.numel())
-    kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
+    dtype = str(largest.dtype).removeprefix("torch.")  # buffers may have another
 
     def write(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=MAX_SHARD_SIZE)
         config = copy.deepcopy(model.config)
-        config.dtype = kind  # not that of the weights that are trained
+        config.dtype = dtype  # of the saved weights; the trained ones are float32
         config.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         if write_more is not None:

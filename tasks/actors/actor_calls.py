@@ -49,7 +49,7 @@ def timeout_for(call_s: float, num_bytes: int) -> float:
 
 def remote_methods(cls: Class) -> Class:
     """Class decorator for actors: lets `call_actor` call their public coroutine methods. Errors other than staleflow's
-    own arrive as ActorFailed. Direct calls are unchanged."""
+    own arrive as ActorFailed, and so do those of pickling. Direct calls are unchanged."""
     for name, method in list(vars(cls).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(cls, name, _with_actor_errors(method))
@@ -63,12 +63,12 @@ def _with_actor_errors(method: Any) -> Any:
         _mark_within_actor()
         try:
             result = await method(self, *(pickle.loads(args[1]) if is_pickled else args), **kwargs)
+            return (PICKLED, pickle.dumps(result, 5)) if is_pickled and type(result) is not bytes else result
         except StaleflowError:
             raise
         except Exception as error:
             logger.exception("%s failed", method.__qualname__)
             raise ActorFailed(f"{type(error).__name__}: {error}") from error
-        return (PICKLED, pickle.dumps(result, 5)) if is_pickled and type(result) is not bytes else result
 
     return wrapper
 
@@ -97,7 +97,7 @@ def _remote_actor(address: str, key: str) -> RemoteActor:
 
 
 REDUCERS = {**copyreg.dispatch_table, Actor: lambda actor: (_remote_actor, (actor._address, actor.key))}
-"""Pickling of argument types that need a reducer."""
+"""How arguments are pickled whose class cannot pickle itself, by class; an actor is sent as its address and key."""
 
 
 def _pickle(args: tuple[Any, ...]) -> bytes:
@@ -192,15 +192,17 @@ async def call_actor(
         ActorLost: The actor, or one that it called, is gone or does not answer in time.
         ActorFailed: The method, or that of an actor that it called, failed.
         StaleflowError: Other errors of staleflow that the method raised.
+        Exception: Arguments cannot be pickled, or a result cannot be unpickled here.
     """
+    is_local = not isinstance(actor, Actor | RemoteActor)
+    pickled_args = b"" if is_local else _pickle(args)  # its errors are not those of the connection below
     try:
         async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation that comes with the answer
-            if not isinstance(actor, Actor | RemoteActor):  # it is in this process
+            if is_local:
                 return await getattr(actor, method)(*args)
-            pending = _start_call(_execute(actor, method, _pickle(args)))
+            pending = _start_call(_execute(actor, method, pickled_args))
             address = actor.address if isinstance(actor, RemoteActor) else actor._address
             result = await _await_result(pending, address if _within_actor.get() else "", actor_name)
-            return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.actor:
             raise
@@ -218,3 +220,4 @@ async def call_actor(
         ) from None
     except (OSError, RuntimeError) as error:
         raise ActorLost(f"{actor_name} is gone: {error}", actor_name) from error
+    return result if type(result) is bytes else pickle.loads(result[1])

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed, raised_as
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
-from staleflow.stores.weights.weight_folder import PIECE_BYTES, PartialFile, Piece, WeightFolder
+from staleflow.stores.weights.weight_folder import PIECE_BYTES, PartialFile, Piece, WeightFolder, remove_unused_folders
 from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.engines.base import LoadResult
@@ -64,6 +64,7 @@ class ParameterServer:
 
     def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
         """call_s: seconds without data from any source after which a fetch fails."""
+        remove_unused_folders(Path(folder).parent)
         self._folder = WeightFolder(Path(folder))
         self._call_s, self._piece_bytes = call_s, piece_bytes
         self._source_timeout_s = min(SOURCE_TIMEOUT_S, call_s)
@@ -113,7 +114,7 @@ class ParameterServer:
             if partial_file is not None and partial_file.has(offset, size):
                 data = await asyncio.to_thread(partial_file.read, offset, size)
             elif partial_file is None and path.exists():
-                data = await asyncio.to_thread(self._folder.read_chunk, path, offset, size)
+                data = await asyncio.to_thread(self._folder.read_piece, path, offset, size)
             elif _now() < deadline:
                 await asyncio.sleep(0.01)
                 continue

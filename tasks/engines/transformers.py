@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, WeightsRefused, raised_as
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compare_by_name
@@ -52,6 +52,7 @@ class DraftCounts:
 
 
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
+    """Build the engine of an instance. Sets the number of PyTorch's threads in this process."""
     torch.set_num_threads(threads)
     return TransformersEngine(settings, instance)
 
@@ -81,11 +82,11 @@ class TransformersEngine(EngineThread):
         if self._adapters is not None:
             layers, tensors = self._adapters.check(published, weights)
             self._call(lambda: self._serve_adapter(version, layers, tensors)).result()
-            return load_result(version, tensors, published, started_s, stalled_s=0.0)
+            return make_load_result(version, tensors, published, started_s, stalled_s=0.0)
         tensors = dict(self._model.named_parameters())
         weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
-        return load_result(version, tensors, published, started_s, stalled_s)
+        return make_load_result(version, tensors, published, started_s, stalled_s)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self._call(lambda: self._compute_logprobs(tokens)).result()
@@ -123,8 +124,8 @@ class TransformersEngine(EngineThread):
     def _add_tokens(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
         """Append sampled tokens to a request: the accepted drafts and one more."""
         running, draft = row.running_request, row.draft
-        num_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
-        new_ids = tokens[: num_drafts + 1]
+        num_accepted_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
+        new_ids = tokens[: num_accepted_drafts + 1]
         if running.stop_check is not None:
             new_ids = new_ids[: running.stop_check.add(new_ids)]
         row.draft = []
@@ -217,12 +218,14 @@ class TransformersEngine(EngineThread):
             self._requests.serve(version)
 
     def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], published: dict[str, Any]) -> float:
-        """Replace all weights in place. Returns the seconds that decoding was stalled."""
+        """Replace all weights in place. Returns the seconds that decoding was stalled. Raises WeightsRefused, which
+        ends the engine, because its weights are of two versions then."""
         started_s = time.monotonic()
-        for name, parameter in parameters.items():
-            if self._is_asleep or parameter.data_ptr() % ALIGNMENT:
-                parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
-            parameter.copy_(published[name])
+        with raised_as(WeightsRefused, f"{self._instance}: version {version} cannot be loaded", Exception):
+            for name, parameter in parameters.items():
+                if self._is_asleep or parameter.data_ptr() % ALIGNMENT:
+                    parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
+                parameter.copy_(published[name])
         self._is_asleep = False
         with self._condition:
             self._requests.change_version(version)
@@ -254,14 +257,14 @@ class TransformersEngine(EngineThread):
             )
 
 
-def load_result(
+def make_load_result(
     version: PolicyVersion,
     tensors: Mapping[str, Any],
     published: Mapping[str, Any],
     started_s: float,
     stalled_s: float,
 ) -> LoadResult:
-    """The result of a load that started at `started_s` on the monotonic clock. tensors: the engine's own weights."""
+    """Build the result of a load that began at `started_s`, monotonic clock. tensors: the engine's own weights."""
     report = compare_by_name(tensors, published)
     return LoadResult(
         version=version,
@@ -296,12 +299,14 @@ def forward_logprobs(model: Any, tokens: Sequence[int], device: str = "") -> tup
 
 def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
     """Load a causal LM from a folder or the hub, in eval mode. dtype: "auto" for that of its file, which is then
-    memory-mapped. Thread-safe."""
+    memory-mapped. attention: with "sdpa", a model that does not support it computes with "eager". Thread-safe."""
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     with _load_lock:
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation=attention)
         except ValueError:  # the model does not support this attention, such as gpt-oss, whose attention has sinks
+            if attention != "sdpa":  # the engine's rows need its own
+                raise
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype, attn_implementation="eager")
     return model.to(device).eval()
 

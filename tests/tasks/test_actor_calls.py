@@ -84,6 +84,13 @@ def test_an_error_names_the_actor_that_raised_it(kind: type[ActorLost | ActorFai
     assert error.value.actor == named
 
 
+class Unpicklable:
+    """Raises an error while it is pickled that looks like the loss of an actor."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be pickled")
+
+
 @remote_methods
 class AnsweringActor:
     """An actor on a worker of a Dask cluster."""
@@ -101,6 +108,9 @@ class AnsweringActor:
     async def fail(self) -> None:
         raise RuntimeError("no memory")
 
+    async def send_unpicklable(self) -> Unpicklable:
+        return Unpicklable()
+
 
 async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> None:
     """Arguments are pickled as one object, including numbers, bytes and None."""
@@ -115,6 +125,10 @@ async def test_arguments_and_results_survive_the_trip_to_a_cluster_actor() -> No
         assert await call_actor(actor, "take", timeout_s=30.0, actor_name="it") == ()
         with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
             await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
+        with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: cannot be pickled$"):
+            await call_actor(actor, "send_unpicklable", timeout_s=30.0, actor_name="it")
+        with pytest.raises(RuntimeError, match=r"^cannot be pickled$"):
+            await call_actor(actor, "take", Unpicklable(), timeout_s=30.0, actor_name="it")
 
 
 class CancellingRpc:

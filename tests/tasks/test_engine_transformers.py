@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from staleflow.stores.errors import ActorLost, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_folder import WeightFolder
@@ -94,6 +95,18 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
     @pytest.fixture
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
         return changed_weights(tiny_model, tmp_path)
+
+    def test_weights_that_fail_to_load_halfway_end_the_instance(
+        self, engine: Engine, other_weights: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Otherwise it would go on with weights of two versions."""
+        published = weight_folder.read(other_weights[0])
+        last = list(published)[-1]
+        monkeypatch.setattr(weight_folder, "read", lambda path: published | {last: published[last].to("meta")})
+        with pytest.raises(WeightsRefused, match=r"rollout-0: version 5 cannot be loaded: "):
+            engine.load(PolicyVersion(5), other_weights[0])
+        with pytest.raises(ActorLost, match="rollout-0"):
+            engine.events(1.0)
 
     def test_a_request_may_set_its_temperature(self, engine: Engine, tiny_model: Path) -> None:
         engine.submit([request(1), request(2, temperature=2.0), request(3, greedy=True)])

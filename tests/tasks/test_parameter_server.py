@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.weight_folder import PartialFile, WeightFolder
+from staleflow.stores.weights.weight_folder import LOCK_FILE, PartialFile, WeightFolder
 from staleflow.tasks.actors.parameter_server import MAX_PIECES_IN_MEMORY, FetchProgress, ParameterServer, Source
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
@@ -42,6 +42,16 @@ class RealHost(ParameterHost):
 
     def versions(self) -> list[int]:
         return list(self._folder.versions())
+
+
+def test_a_parameter_server_removes_the_folders_of_killed_runs_on_its_host(tmp_path: Path) -> None:
+    """The trainer removes only those on its own host."""
+    killed, living = tmp_path / "staleflow-killed", WeightFolder(tmp_path / "staleflow-living")
+    killed.mkdir()
+    (killed / LOCK_FILE).touch()
+    ParameterServer(str(tmp_path / "staleflow-new"), CALL_S)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["staleflow-living", "staleflow-new"]
+    living.remove()
 
 
 class PlayedHost(ParameterHost):

@@ -432,7 +432,7 @@ def test_a_folder_removed_during_its_creation_is_created_again(
     published = folder.publish(PolicyVersion(1), tensors(1))
     assert fingerprint(weight_folder.read(folder.path(PolicyVersion(1)))) == published
     assert weight_folder.remove_unused_folders(tmp_path) == []
-    assert (path / weight_folder.OWNER_FILE).exists(), "else files of a killed run would not be removed"
+    assert (path / weight_folder.LOCK_FILE).exists(), "else files of a killed run would not be removed"
     folder.remove()
 
 
