@@ -63,7 +63,7 @@ def print_values(rows: Sequence[ExplainedValue], *, as_json: bool) -> None:
         mark = "=" if row.limits == "derived" else ("*" if row.value != row.default else " ")
         limits = f" [{row.limits}]" if row.limits and row.limits != "derived" else ""
         click.echo(f"{mark} {row.key:<{width}}  {row.value!s:<24} {row.doc}{limits}")
-    click.echo("\n* set by the file, = derived")
+    click.echo("\n* differs from the default, = derived")
 
 
 @command.command("schema")

@@ -37,19 +37,21 @@ def make_plan(memory_mib: int, workers: int, num_tokens: int) -> AuditPlan:
     limit is too low for one.
 
     >>> make_plan(1024, 2, 10**9)
-    AuditPlan(workers=2, max_tokens=1916928)
+    AuditPlan(workers=2, max_tokens=1277952)
     >>> make_plan(512, 2, 10**9)
     AuditPlan(workers=0, max_tokens=2097152)
     """
     if workers > 1 and num_tokens > POOL_MIN_TOKENS:
         for count in range(workers, 1, -1):
-            max_tokens = ((memory_mib - PROCESS_WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_PER_TOKEN
+            # This process reads blocks, too: those of steps whose rows several workers have read.
+            block_mib = (memory_mib - PROCESS_WITH_POOL_MIB - count * WORKER_MIB) // (count + 1)
+            max_tokens = block_mib * MIB // BYTES_PER_TOKEN
             if max_tokens >= MIN_TOKENS:
                 return AuditPlan(count, min(max_tokens, MAX_TOKENS))
     max_tokens = (memory_mib - PROCESS_MIB) * MIB // BYTES_PER_TOKEN
     if max_tokens < MIN_TOKENS:
         min_mib = PROCESS_MIB + MIN_TOKENS * BYTES_PER_TOKEN // MIB
-        raise ConfigError(f"--memory {memory_mib}: an audit takes at least {min_mib} MiB")
+        raise ConfigError(f"memory limit of {memory_mib} MiB: an audit takes at least {min_mib} MiB")
     return AuditPlan(0, min(max_tokens, MAX_TOKENS))
 
 
@@ -58,25 +60,27 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
 
     Args:
         store: The store, whose current snapshot is audited.
-        memory_mib: Maximum resident memory of all local processes together, MiB. Does not apply to a cluster's workers.
+        memory_mib: Maximum resident memory of all local processes together, MiB. A cluster's workers read blocks of the
+            same size, whatever else they use.
         workers: Maximum number of local worker processes; none are started for a small store.
         client: A `distributed.Client` whose workers read the tokens, instead of local processes.
 
     Raises:
-        ConfigError: The limit is too low.
+        ConfigError: The limit is too low, the client is asynchronous, or jobs have all workers of its cluster.
+        StoreUnavailable: The store cannot be reached.
         ActorLost: Tasks killed the workers, or the scheduler is gone.
     """
     try:
         num_tokens = store.summary().num_tokens
     except StoreError:
         num_tokens = 0  # the audit reports the damage
-    plan = make_plan(memory_mib, workers, num_tokens)
+    plan = make_plan(memory_mib, workers if client is None else 0, num_tokens)
     if client is None and not plan.workers:
         return audit(store, max_tokens=plan.max_tokens)
     from staleflow.pipeline.stored_runs.pool import open_pool  # takes a second
 
     with open_pool(client, plan.workers) as pool:
-        return audit(store, pool.run, plan.max_tokens if client is None else MAX_TOKENS)
+        return audit(store, pool.run, plan.max_tokens)
 
 
 def add_history_findings(report: AuditReport, path: Path) -> AuditReport:

@@ -40,6 +40,9 @@ DECAY_COUNT = 1000
 """Count at which counts are halved, so that old observations decay: responses change as the policy learns."""
 MAX_INDEXED_TOKENS = 500_000
 """Maximum number of indexed tokens of all prompts, at 12 to 150 bytes per token, more for novel text."""
+MAX_PENDING_RESPONSES = 1024
+"""Maximum number of responses of other engines that wait to be indexed, which happens when a request drafts. The latest
+ones are kept."""
 NO_POSITION = -1
 _POSITION_MASK = (1 << 32) - 1
 
@@ -54,7 +57,8 @@ class IndexedText:
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     previous_match: array[int] = field(default_factory=lambda: array("q"))
-    """previous_match[i]: the previous encoded position after the same two tokens as those up to token i."""
+    """previous_match[i]: where the two tokens that end at token i were last indexed before; the position after them,
+    encoded as PromptIndex says, or NO_POSITION."""
 
 
 class PromptIndex:
@@ -179,7 +183,7 @@ class _Prediction(NamedTuple):
 
 @dataclass(slots=True)
 class _DraftedRequest:
-    """A running request. Its text is indexed when its first token arrives.
+    """A running request. Its text is indexed when it is first drafted for, or when its first token arrives.
 
     num_prompt_tokens: length of the common prefix of context and prompt. response: the context after that prefix.
     """
@@ -215,7 +219,9 @@ class Drafter:
         self._end_token_ids = frozenset(end_token_ids)
         self._max_indexed_tokens = max_indexed_tokens
         self._requests: dict[str, _DraftedRequest] = {}
-        self._pending_responses: deque[tuple[tuple[int, ...], TrajectoryId, tuple[int, ...]]] = deque()
+        self._pending_responses: deque[tuple[tuple[int, ...], TrajectoryId, tuple[int, ...]]] = deque(
+            maxlen=MAX_PENDING_RESPONSES
+        )
         """Responses from other engines that are not indexed yet: (prompt, trajectory, tokens)."""
         self.reset()
 
@@ -330,7 +336,7 @@ class Drafter:
         return index
 
     def _ensure_index(self, request: _DraftedRequest) -> PromptIndex:
-        """The index that holds a request's text, which is added to it if this is its first token."""
+        """The index that holds a request's text, which is added to it if it is not indexed yet."""
         if request.index is None:
             request.index = self._index_for(request.prompt)
             request.text = request.index.update_response(request.trajectory, request.response)

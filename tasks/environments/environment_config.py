@@ -12,12 +12,14 @@ TOOL_NAMES = ("calculator", "python")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """Environments of several turns; docs/environments.md says how to write one."""
+    """Settings of the processes that run environments of several turns, and of their limits. docs/environments.md says
+    how to write an environment."""
 
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_failed_share: float = knob(
         0.5,
-        "maximum share of failures among an environment's latest hundred steps; above it the run stops",
+        "maximum share of failures among the latest hundred steps of all environments of the run, without those that "
+        "were lost with their host; above it the run stops",
         low=0,
         high=1,
     )
@@ -50,5 +52,8 @@ class EnvironmentConfig:
         600.0, "seconds for all environment steps of an episode together; a slower episode ends with an error", above=0
     )
     memory_mib: int = knob(
-        1024, "MiB that an episode's process may use in addition to the loaded environment; 0: no limit", low=0
+        1024,
+        "MiB that an episode's process may use in addition to the loaded environment; 0: no limit. For the python "
+        "tool: MiB in all; 0: 1024",
+        low=0,
     )

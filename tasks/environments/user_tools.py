@@ -85,7 +85,7 @@ def _schema(hint: Any) -> dict[str, Any] | None:
     """Return the JSON schema of a type; None if the type is not supported."""
     if hint is Any:
         return {}
-    if hint in JSON_TYPES:
+    if isinstance(hint, type) and hint in JSON_TYPES:
         return {"type": JSON_TYPES[hint]}
     if hint is type(None):
         return {"type": "null"}
@@ -93,7 +93,8 @@ def _schema(hint: Any) -> dict[str, Any] | None:
     if origin in JSON_TYPES and not type_arguments:  # typing.List and typing.Dict without element types
         return {"type": JSON_TYPES[origin]}
     if origin is typing.Literal:
-        return {"enum": list(type_arguments)}
+        is_json = all(type(value) in (str, int, bool, type(None)) for value in type_arguments)
+        return {"enum": list(type_arguments)} if is_json else None
     schemas = [_schema(argument) for argument in type_arguments]
     json_schemas = [schema for schema in schemas if schema is not None]
     if len(json_schemas) < len(schemas):
@@ -182,6 +183,7 @@ def tool_environment(tool: UserTool) -> CallEnvironment:
                 result = await tool.function(**arguments)
             else:
                 result = outside_event_loop(lambda: tool.function(**arguments))
+                result = await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
             raise EpisodeFailed(error_line(error)) from error
         return EnvStepResult(messages=(Message(TOOL_ROLE, _text(result)),))

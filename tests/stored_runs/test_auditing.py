@@ -28,12 +28,12 @@ def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None
                 if plan.workers
                 else auditing.PROCESS_MIB
             )
-            reading = max(1, plan.workers) * plan.max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
+            reading = (plan.workers + 1) * plan.max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
             assert processes + reading <= memory
             assert plan.workers <= workers
             assert plan.max_tokens >= auditing.MIN_TOKENS
     assert make_plan(4096, 8, 1000).workers == 0, "a small store is read here"
-    with pytest.raises(ConfigError, match="--memory 100: an audit takes at least 216 MiB"):
+    with pytest.raises(ConfigError, match=r"^memory limit of 100 MiB: an audit takes at least 216 MiB"):
         make_plan(100, 2, 10)
 
 
@@ -71,7 +71,10 @@ def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_p
 
 def test_a_memory_limit_below_the_minimum_gives_a_one_line_error(stored: Path) -> None:
     result = command("store", "audit", stored, "--memory", 64)
-    assert (result.returncode, result.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "staleflow: memory limit of 64 MiB: an audit takes at least 216 MiB\n",
+    )
     result = command("store", "audit", stored, "--memory", 300, "--json")
     assert result.returncode == 0
     assert json.loads(result.stdout)["clean"]

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines import response_drafter
-from staleflow.tasks.engines.response_drafter import Drafter, IndexedText, PromptIndex
+from staleflow.tasks.engines.response_drafter import MAX_PENDING_RESPONSES, Drafter, IndexedText, PromptIndex
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -177,7 +177,9 @@ def test_added_responses_are_bounded_and_cleared_by_reset() -> None:
         text_drafter.draft("0", 4)
         assert text_drafter.num_tokens <= 100
     assert text_drafter.num_known_tokens("0") == len(PROMPT) + 3
-    text_drafter.add_response(PROMPT, TrajectoryId(200), RESPONSE)
+    for i in range(200, 300 + MAX_PENDING_RESPONSES):
+        text_drafter.add_response(PROMPT, TrajectoryId(i), RESPONSE)
+    assert len(text_drafter._pending_responses) == MAX_PENDING_RESPONSES
     text_drafter.reset()
     begin_request(text_drafter, "1", RESPONSE[:3])
     assert text_drafter.draft("1", 4) == []

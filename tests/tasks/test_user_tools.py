@@ -57,6 +57,8 @@ def breaks(how: str) -> Any:
         return "a" * 10**6
     if how == "none":
         return None
+    if how == "later":
+        return slow(0)
     raise KeyError(how)
 
 def unhinted(word):
@@ -66,6 +68,10 @@ def many(*words: str):
     """Takes any number."""
 def typed(word: bytes):
     """Takes bytes."""
+def literal(word: Literal[b"a"]):
+    """Takes one value, which JSON does not have."""
+def unhashable(word: Literal[["a"]]):
+    """Takes one value, which has no hash."""
 def unread(word: "Nothing"):
     """Has a hint that names nothing."""
 def calculator(word: str):
@@ -161,7 +167,7 @@ def test_each_tool_call_runs_in_a_new_process(job: Path) -> None:
 
 
 def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None:
-    ways = ("exit", "leave", "greedy", "odd", "nan", "half", "none")
+    ways = ("exit", "leave", "greedy", "odd", "nan", "half", "none", "later")
     failed, hung, long = results(
         job, "".join(call("breaks", how=how) for how in ways), call("hangs", what=""), "<breaks>long</breaks>"
     )
@@ -173,6 +179,7 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
         "error: its result cannot be written as JSON: ValueError: Out of range float",
         "\ufffd",
         "null",
+        "waited",
     ]
     assert [text[: len(start)] for text, start in zip(failed, received, strict=True)] == received
     assert hung == ["error: stopped after 2 s"]
@@ -188,6 +195,8 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
         ("mine.py:undocumented", "needs a docstring, which describes the tool to the model"),
         ("mine.py:many", "argument *words: str cannot be passed by name"),
         ("mine.py:typed", "argument word has type <class 'bytes'>; use str, int, float"),
+        ("mine.py:literal", "argument word has type typing.Literal[b'a']; use str, int, float"),
+        ("mine.py:unhashable", "argument word has type typing.Literal[['a']]; use str, int, float"),
         ("mine.py:unread", "its type hints cannot be read: NameError: name 'Nothing' is not defined"),
         ("mine.py:calculator", "another tool has the name calculator; rename the function"),
         ("mine.py:Thing", "a tool is a function, def or async def, not type"),
