@@ -90,9 +90,7 @@ class Membership:
         rollout = self._config.rollout
         while True:
             await asyncio.sleep(SPARE_CHECK_S)
-            used_indices = (
-                self._missing_indices | self._retiring_indices | {i.index for i in self._actors.instances.values()}
-            )
+            used_indices = self._missing_indices | {i.index for i in self._actors.instances.values()}
             additional_index = next(
                 (i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None
             )

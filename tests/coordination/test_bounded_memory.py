@@ -16,6 +16,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.coordination import decision_log, forecast
 from staleflow.pipeline.coordination.events import DecodeStats, InstanceLost, InstanceReported, PullFinished
+from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import (
@@ -27,6 +28,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors import trajectory_server
+from staleflow.tasks.actors.parameter_server import FetchProgress
 from staleflow.tasks.actors.rollout_instance import RequestOutcome
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.engines.base import SampledTokens
@@ -198,3 +200,25 @@ def test_a_rollout_instance_uses_bounded_memory_over_many_trajectories(tmp_path:
         assert largest(instance, (VirtualEngine,)) == {}
 
     virtual_time.run(scenario())
+
+
+async def test_transfers_forget_versions_that_are_not_used() -> None:
+    class Servers:
+        """Parameter servers that have half of a version at first."""
+
+        has_all = True
+
+        def actor(self, name: str) -> Any:
+            return name
+
+        async def ask(self, name: str, method: str, *args: Any) -> FetchProgress:
+            self.has_all = not self.has_all
+            return FetchProgress(path="v" if self.has_all else "", num_bytes=5)
+
+    transfers = WeightTransfers(Servers(), 5.0)
+    for version in map(PolicyVersion, range(SOME + 10)):
+        transfers.publish(version, "one", 10)
+        assert await transfers.fetch(version, "two") == "v"
+        transfers.keep(())
+    assert transfers.bytes_arrived == 5 * (SOME + 10)
+    assert largest(transfers, (Servers,)) == {}

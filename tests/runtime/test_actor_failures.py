@@ -292,6 +292,29 @@ def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Bod
     assert run.workers.names.count("server") == 1
 
 
+def test_a_reward_worker_may_move_again(body: Body) -> None:
+    async def give_back(run: Run) -> None:
+        for number in (1, 2):
+            await until(run, lambda number=number: run.workers.methods("reward-1").count("score") > number)
+            run.driver.release_worker(run.workers.placed["reward-1"].address)
+            await until(run, lambda number=number: run.workers.names.count("reward-1") > number)
+
+    run = body.checked_run("reward.workers=2", "steps=6", world=World(reward_s=0.5), meanwhile=give_back)
+    assert run.workers.names.count("reward-1") == 3
+    assert run.outcomes.losses == []
+
+
+def test_a_reward_worker_that_dies_while_it_moves_is_replaced(body: Body) -> None:
+    async def give_back(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
+        run.driver.release_worker(run.workers.placed["reward-1"].address)
+
+    dies = Fault(actor="reward-1", method="__init__", nth=2, dies="after")
+    run = body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back, faults=[dies])
+    assert run.workers.names.count("reward-1") == 3
+    assert len(run.outcomes.losses) == 1
+
+
 def test_no_reward_worker_is_released_before_the_run_trains(body: Body) -> None:
     """Actors are still being placed then."""
 

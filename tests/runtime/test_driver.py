@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.schema import DeadlineConfig
-from staleflow.pipeline.coordination.commands import Discard, FetchPrompts
+from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
@@ -80,16 +80,6 @@ def test_many_groups_arrive_in_several_events(body: Body) -> None:
     arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
     assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
     assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
-
-
-def test_groups_are_drawn_in_the_order_of_their_numbers(body: Body) -> None:
-    """A draw takes longer than the time until the next one is requested."""
-    faults = [Fault(actor="server", method="draw", nth=0, late_s=9.0)]
-    run = body.checked_run("steps=6", "staleness.eta=2", "deadlines.call_s=60", faults=faults)
-    draws = [c for c in run.workers.calls if c.method == "draw"]
-    assert all(second.args[0] == first.args[0] + first.args[1] for first, second in pairwise(draws))
-    requested_s = [e.now for e in run.entries for c in e.commands if isinstance(c, FetchPrompts)]
-    assert any(later - earlier < 9.0 for earlier, later in pairwise(requested_s)), "none waited"
 
 
 def test_a_migrated_trajectory_continues_from_its_tokens_on_another_instance(body: Body) -> None:

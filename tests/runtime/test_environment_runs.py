@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from staleflow.tasks.actors.environment_host import FAILED_BEFORE
 from staleflow.tasks.episodes.emulated_host import EmulatedEnvironments
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from tests.support.bodies import Body, Run
+from tests.support.driver_runs import until
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
@@ -129,26 +131,57 @@ def test_a_lost_trajectory_server_is_restored_during_episodes(body: Body) -> Non
     assert "server is gone" in run.outcomes.losses[0]
 
 
+class Unreachable:
+    """A server that an environment host does not reach."""
+
+    def __getattr__(self, method: str) -> Any:
+        async def refused(*_: object) -> None:
+            raise OSError("no route to host")
+
+        return refused
+
+
+def cut_off(run: Run, fails: Iterable[bool], num_reached: int = 3) -> None:
+    """Let the only environment host not reach the server in some steps, after `num_reached` calls."""
+    host = run.workers.actor("environment-0")
+    reached, calls, remaining = host.start_steps, itertools.count(), iter(fails)
+
+    def start(server: Any, items: Any) -> Any:
+        fails_now = next(calls) >= num_reached and next(remaining, False)
+        return reached(Unreachable() if fails_now else server, items)
+
+    host.start_steps = start
+
+
 def test_an_environment_host_that_cannot_reach_the_server_is_replaced(body: Body) -> None:
-    async def cut_off(run: Run) -> None:
-        while not (acted := run.workers.methods("environment-0").count("start_steps")) or acted < 3:
-            await asyncio.sleep(0.01)
-        host = run.workers.actor("environment-0")
+    """One failure of its replacement is not enough, though it is the first that is known of it."""
+    runs: list[Run] = []
+    later = iter([True])
 
-        class Unreachable:
-            def __getattr__(self, method: str) -> Any:
-                async def refused(*_: object) -> None:
-                    raise OSError("no route to host")
+    async def disconnect(run: Run) -> None:
+        runs.append(run)
+        await until(run, lambda: "start_steps" in run.workers.methods("environment-0"))
+        cut_off(run, itertools.repeat(True))
 
-                return refused
-
-        reached, unreachable = host.start_steps, Unreachable()
-        host.start_steps = lambda _, items: reached(unreachable, items)
-
-    run = body.checked_run(*AGENTS, "deadlines.stuck_s=100", meanwhile=cut_off)
+    replaced = Fault(actor="environment-0", method="check", nth=2, act=lambda: cut_off(runs[0], later, num_reached=0))
+    run = body.checked_run(*AGENTS, "deadlines.stuck_s=100", faults=[replaced], meanwhile=disconnect)
     (loss,) = run.outcomes.losses
     assert "environment-0 does not reach the server, which answers" in loss
     assert run.workers.names.count("environment-0") == 2
+    assert not list(later)
+
+
+def test_an_environment_host_that_reaches_the_server_again_is_not_replaced(body: Body) -> None:
+    """It fails to at times, more often than it may in succession."""
+    fails = iter([True, False, False, False] * 6)
+
+    async def disconnect(run: Run) -> None:
+        await until(run, lambda: "start_steps" in run.workers.methods("environment-0"))
+        cut_off(run, fails)
+
+    run = body.checked_run(*AGENTS, "steps=6", "deadlines.stuck_s=100", meanwhile=disconnect)
+    assert run.outcomes.losses == []
+    assert not list(fails)
 
 
 def test_a_failed_environment_restarts_and_gives_no_zero_reward(body: Body) -> None:

@@ -88,9 +88,18 @@ def test_an_evaluation_whose_version_no_host_has_any_more_is_made_of_the_next(
         await pull(actors, instance, version)
 
     monkeypatch.setattr(Actors, "_pull", fail_for_version_1)
-    run = body.run(*EVALUATED, "staleness.eta=2")
+    kept: list[bool] = []
+
+    async def look(run: Run) -> None:
+        while len(run.outcomes.evaluations) < 2:
+            await asyncio.sleep(0.1)
+        assert "save_checkpoint" in run.workers.methods("trainer")
+        kept.append((run.config.run_dir / "checkpoints" / "evaluated-000001").exists())
+
+    run = body.run(*EVALUATED, "staleness.eta=2", "evaluation.best_checkpoint_set=held-out", meanwhile=look)
     check(run)
     assert versions(run) == [0, 2, 3]
+    assert kept == [False], "a version whose evaluation was abandoned"
     assert any("evaluation of version 1 was abandoned" in note for note in run.outcomes.notes)
 
 

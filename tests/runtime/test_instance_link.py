@@ -112,7 +112,7 @@ class Linked:
 
 
 @contextlib.asynccontextmanager
-async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
+async def linked(body: Body, *, reports_decode_stats: bool = False, **kwargs: Any) -> AsyncIterator[Linked]:
     """Link the only instance of a run. Two groups of two are drawn, and version 1 is published."""
     async with body.placed("rollout.instances=1", **kwargs) as stage:
         await stage.actors.ask("server", "draw", 0, 2)
@@ -121,7 +121,7 @@ async def linked(body: Body, **kwargs: Any) -> AsyncIterator[Linked]:
         one: Linked
         link = InstanceLink(
             stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0,
-            lambda event: one.timed_events.append((time(), event)),
+            lambda event: one.timed_events.append((time(), event)), reports_decode_stats=reports_decode_stats,
         )  # fmt: skip
         tasks = [asyncio.ensure_future(work) for work in link.coroutines()]
         one = Linked(stage, link, tasks)
@@ -251,6 +251,15 @@ async def test_progress_and_engine_busy_time_are_reported(body: Body) -> None:
         instance = link.stage.actors.instances[ONE]
         assert instance.tokens_sampled == tokens
         assert 2.0 < instance.busy_s < 2.6
+
+
+async def test_each_decode_step_is_in_one_report(body: Body) -> None:
+    async with linked(body, reports_decode_stats=True) as link:
+        link.give(route(D))
+        await asyncio.sleep(2.6)
+        reports, instance = link.events(InstanceReported), link.stage.actors.instances[ONE]
+        assert sum(report.steps.tokens for report in reports) == instance.tokens_sampled == 23
+        assert sum(report.steps.seconds for report in reports) == pytest.approx(instance.busy_s)
 
 
 async def test_the_intervals_of_messages_grow_with_the_fleet(body: Body) -> None:

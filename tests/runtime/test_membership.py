@@ -154,7 +154,8 @@ def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
 def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body) -> None:
     run = run_with_retirement(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
     assert len(run.outcomes.losses) == 1
-    assert "rollout-1.1" in instances(run)
+    assert instances(run) == ["rollout-0", "rollout-1", "rollout-1.1"], "it is replaced once"
+    assert [event.instance for _, event in run.events("InstanceLost")] == ["rollout-1"]
 
 
 @pytest.mark.parametrize("host", ["rollout-0", "rollout-1"])

@@ -10,6 +10,7 @@ import pytest
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.stores.errors import ActorFailed, ActorLost
+from tests.support import virtual_time
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
@@ -176,6 +177,19 @@ def test_a_run_without_a_free_worker_for_its_trainer_ends_with_one_line(body: Bo
     assert isinstance(error, ActorLost)
     assert str(error) == "trainer is gone: connection closed; cluster: no free worker for trainer"
     run.check_kept()
+
+
+def test_a_role_that_cannot_be_restored_is_not_placed_again(body: Body) -> None:
+    none = Fault(actor="trainer", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
+
+    async def ask_twice() -> None:
+        async with body.placed(faults=[Fault(actor="trainer", method="version", dies="before"), none]) as stage:
+            stage.actors.recovery.start()
+            for _ in range(2):
+                with pytest.raises(ActorLost, match="no free worker"):
+                    await stage.actors.ask("trainer", "version")
+
+    virtual_time.run(ask_twice())
 
 
 def test_a_run_without_resume_points_ends_with_its_trainer(body: Body) -> None:

@@ -18,13 +18,19 @@ from staleflow.stores.in_flight.spool_entries import (
     EpisodeRestarted,
     ObservationDelivered,
     TokensDelivered,
+    TrajectoriesDiscarded,
     decode,
     encode,
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
+from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import (
+    AbortReason,
     EnvSpan,
+    Fate,
     FinishReason,
+    GroupId,
+    PolicyVersion,
     Segment,
     Trajectory,
     TrajectoryId,
@@ -84,6 +90,16 @@ def test_the_limits_of_a_turn_are_spooled_with_its_observation() -> None:
     for later in (routed(0, 2), sampled(2, 4, [0]), observation(5)):
         assert after.apply(later)
     assert after.turn_limits == {ID: (0, NO_STOP)}
+
+
+def test_the_limits_of_a_turn_end_with_the_attempt_or_the_trajectory() -> None:
+    """Otherwise the first turn of the next attempt has those of another turn, and each ended trajectory leaves its
+    own."""
+    state = flight(*BEGIN, sampled(1, 0, [0, 0]), replace(observation(2), max_turn_tokens=5))
+    assert state.turn_limits == {ID: (5, NO_STOP)}
+    assert state.copy_with(restarted(4, 1)).turn_limits == {}
+    ending = Ending(trajectory=ID, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
+    assert state.copy_with(TrajectoriesDiscarded(endings=(ending,), versions=(PolicyVersion(0),))).turn_limits == {}
 
 
 def span_summary(t: Trajectory) -> list[tuple[int, int]]:

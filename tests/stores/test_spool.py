@@ -293,6 +293,23 @@ def test_a_part_that_cannot_begin_is_logged_and_the_next_one_continues(
     assert groups_in(folder) == {3}
 
 
+def test_a_part_whose_first_write_fails_does_not_stop_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path / "spool", group_size=3)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(spool, "_write", full)
+        assert not spool.append([drawn(0)])
+    assert not spool.append([drawn(1)]), "entries of a part follow each other"
+    spool.rotate(oldest_point=0)
+    assert spool.append([drawn(2)])
+    assert groups_in(tmp_path / "spool") == {2}
+
+
 def test_trailing_fields_are_left_out_only_if_they_have_their_own_default() -> None:
     restarted = EpisodeRestarted(trajectory=TrajectoryId(1), tokens=2, route_number=3)
     assert encode(restarted).rstrip().endswith(b"1,2,3]")

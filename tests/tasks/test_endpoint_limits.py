@@ -9,9 +9,11 @@ import sys
 import httpx
 import pytest
 
+from staleflow.tasks.endpoint import sessions
 from staleflow.tasks.endpoint.replies import TurnReply
-from staleflow.tasks.endpoint.requests import ChatRequest
+from staleflow.tasks.endpoint.requests import ChatRequest, RequestError
 from staleflow.tasks.endpoint.server import EndpointServer, listening_socket
+from staleflow.tasks.endpoint.sessions import Sessions
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, auth_headers, chat, send_bytes, serving, turn
 
@@ -219,6 +221,22 @@ async def test_a_client_still_sending_its_body_reads_the_503(size: int) -> None:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", asks, server.base_url)
         assert await process.wait() == 0
         writer.close()
+
+
+async def test_keys_of_the_latest_closed_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_CLOSED_KEYS", 2)
+    endpoint_sessions = Sessions()
+    keys = []
+    for _ in range(4):
+        session = endpoint_sessions.open()
+        keys.append(session.key)
+        endpoint_sessions.close(session)
+    codes = []
+    for key in keys:
+        with pytest.raises(RequestError) as refused:
+            endpoint_sessions.find(key)
+        codes.append(refused.value.code)
+    assert codes == ["invalid_api_key"] * 2 + ["session_ended"] * 2
 
 
 async def test_token_ids_beyond_the_vocabulary_are_rejected() -> None:

@@ -17,6 +17,7 @@ from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart, record_of
+from staleflow.tasks.episodes import episode_host
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
@@ -73,6 +74,14 @@ async def test_repeated_steps_return_the_same_result_and_run_once(games: Path, n
         assert last[0].replayed == ((Message("environment", "lower"),),) * 2
         after = await act(episodes, task, *"888888")
         assert after.error == "the episode has ended with turn 5; it cannot take another one"
+
+
+async def test_results_of_the_latest_ended_episodes_are_kept(games: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_host, "MAX_ENDED_EPISODES", 2)
+    async with host_episode(settings(f"{games}:AsyncGuess", max_turns=1)) as (episodes, task):
+        for member in range(4):
+            assert (await act(episodes, task, "8", member=member)).ended
+        assert [key.member for key in episodes._ended_results] == [2, 3]
 
 
 @pytest.mark.parametrize("name", ["Counted", "Moody"])

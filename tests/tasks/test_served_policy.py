@@ -18,7 +18,7 @@ from staleflow.pipeline.stored_runs.serving import make_serving_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
-from staleflow.tasks.endpoint.requests import ChatMessage, FunctionCall
+from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, FunctionCall, RequestError
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.engines.base import FailedRequest, Request, SampledTokens
@@ -151,6 +151,59 @@ async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_mo
 
     async with asyncio.timeout(240):
         await work()
+
+
+class Silent(Echo):
+    """An engine that answers no request, and fails once it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted: list[TrajectoryId] = []
+        self.broken = threading.Event()
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self.aborted += trajectories
+
+    def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
+        if self.broken.wait(timeout_s):
+            raise RuntimeError("out of memory")
+        return []
+
+
+def serve_silently(engine: Silent) -> ServedPolicy:
+    return ServedPolicy(
+        engine, TEXTS, "secret", chat=False, template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+TOKENS = ChatRequest(model="m", token_ids=(7, 8, 9))
+
+
+async def test_the_request_of_a_client_that_left_is_aborted_and_forgotten() -> None:
+    policy = serve_silently(engine := Silent())
+    turn = asyncio.ensure_future(policy.request_turn(TOKENS))
+    await asyncio.sleep(0)
+    assert len(policy) == 1
+    turn.cancel()
+    await asyncio.wait({turn})
+    assert engine.aborted == [0]
+    assert len(policy) == 0
+    policy.close()
+
+
+async def test_requests_to_an_engine_that_has_failed_are_refused() -> None:
+    policy = serve_silently(engine := Silent())
+    turn = asyncio.ensure_future(policy.request_turn(TOKENS))
+    await asyncio.sleep(0)
+    engine.broken.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(RequestError, match="the engine failed on this request"):
+            await turn
+        with pytest.raises(RequestError, match="the engine has ended; start the server again"):
+            await policy.request_turn(TOKENS)
+    policy.close()
 
 
 def greedy_response(model: Path, prompt: tuple[int, ...], length: int) -> list[int]:
