@@ -44,7 +44,7 @@ SECTIONS = {
         "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
         "train-offline": ("staleflow.cli.train_offline:train_offline", "train on stored trajectories, without rollout"),
         "unlearn": ("staleflow.cli.train_offline:unlearn", "repeat a run's training without some trajectories"),
-        "bisect": ("staleflow.cli.train_offline:bisect", "find which trajectories made a policy worse"),
+        "bisect": ("staleflow.cli.train_offline:bisect", "find which change prevents that a policy became worse"),
         "verify": ("staleflow.cli.train_offline:verify", "check a run's chain, and repeat random steps bit for bit"),
         "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
     },

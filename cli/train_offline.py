@@ -136,40 +136,28 @@ def unlearn(run: str, selection: str, branch: str, out: str, as_json: bool, clus
 @click.argument("run", type=click.Path())
 @click.option("--at", type=click.IntRange(min=1), required=True, help="Version with a lower reward.")
 @click.option("--since", type=click.IntRange(min=0), help="Version before; by default the best one that was evaluated.")
+@click.option("--metric", default="reward", show_default=True, help="What is lower: the reward, or one of its parts.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")
 @cluster_options
-def bisect(run: str, at: int, since: int | None, as_json: bool, cluster: ClusterAddress) -> None:
-    """Find which trajectories made a policy worse between two versions.
+def bisect(run: str, at: int, since: int | None, metric: str, as_json: bool, cluster: ClusterAddress) -> None:
+    """Find the smallest change that prevents that a policy became worse between two versions.
 
-    The steps between them are trained again without parts of their trajectories: stale ones, steps, groups. Each result
-    answers the held-out prompts.
+    The steps between them are trained again, each time with one change: settings of before a resume, without a part of
+    the reward, without rows that stand out, without steps and groups. Each result answers the held-out prompts. A page
+    in the run's folder shows all.
     """
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
+    from staleflow.pipeline.stored_runs.bisection_page import result_lines
 
     stored_run = open_run(run)
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
-        result = stored_run.bisect(at, since=since, client=client, report=report)
+        result = stored_run.bisect(at, since=since, metric=metric, client=client, report=report)
     if as_json:
         print_json(result)
-        return
-    click.echo(
-        f"held-out reward: version {result.since} {result.reward_since:.3f}, version {at} {result.reward_at:.3f}"
-    )
-    if not result.same_weights:
-        click.echo("not verified: the training repeated here gives other weights than the run published")
-    width = max((len(trial.left_out) for trial in result.trials), default=0)
-    for trial in result.trials:
-        line = f"  without {trial.left_out:<{width}} {trial.rows:6} rows  {trial.reward:.3f}  "
-        if trial.difference is not None:
-            line += f"{trial.difference.mean:+.3f} (p {trial.difference.p:.3f})"
-        click.echo(line + ("  prevents it" if trial.prevents else ""))
-    if result.cause is None:
-        click.echo(f"no cause found: {result.reason}")
-        return
-    click.echo(f"smallest part tried that prevents it: {result.cause.left_out}, {result.cause.rows} rows")
-    click.echo(f"  staleflow store show {run} --where '{result.cause.where}'")
-    click.echo(f"  staleflow unlearn {run} --where '{result.cause.where}'")
+    else:
+        for line in result_lines(result):
+            click.echo(line)
 
 
 @click.command("verify")

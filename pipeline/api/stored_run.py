@@ -372,27 +372,30 @@ class Run(RunData):
         at: int,
         *,
         since: int | None = None,
+        metric: str = "reward",
         client: Client | None = None,
         report: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> Bisection:
-        """Find the smallest part of the trained trajectories without which the policy does not become worse.
+        """Find the smallest change of the training without which the policy does not become worse.
 
-        The steps between two versions are trained again without parts of their rows, and the held-out prompts are
-        answered by each result. `unlearn` then makes a policy without the part.
+        The steps between two versions are trained again without parts of their rows, without parts of the reward, or
+        with settings as they were before a resume, and the held-out prompts are answered by each result. `unlearn` then
+        makes a policy without the rows. A page in the run's folder shows the result.
 
         Args:
             at: Version with a lower reward.
             since: Version before it; by default the one with the highest evaluated reward, or ten steps before.
+            metric: "reward", or the name of one of its parts.
             client: Workers to train on: as many as `training.ranks`. Without, that many processes of this machine.
-            report: Called with {"say": text} for each part.
+            report: Called with {"say": text} for the plan and for each change.
 
         Returns:
-            The parts that were left out with their rewards, and the smallest that prevents the drop if there is one.
+            The changes that were tried with their rewards, and the smallest that prevents the drop if there is one.
 
         Raises:
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
         """
-        from staleflow.pipeline.stored_runs import bisection
+        from staleflow.pipeline.stored_runs import bisection, bisection_page
         from staleflow.pipeline.stored_runs.pool import open_pool, run_reporting
 
         self._require_newest("bisect")
@@ -400,10 +403,11 @@ class Run(RunData):
             raise ConfigError(f"bisect: {self._branch} is a branch; open the run without it, as it was trained")
         with self._lock_run():
             first = bisection.best_version_before(self._path, at) if since is None else since
-            plan = bisection.make_plan(self._path, first, at)
-            with open_pool(client, plan.offline.config.training.ranks, model=True) as pool:
+            plan = bisection.make_plan(self._path, first, at, metric)
+            ranks = max(part.config.training.ranks for part in plan.parts)
+            with open_pool(client, ranks, model=True) as pool:
                 result: Bisection = run_reporting(pool, bisection.bisect, plan, report or _ignore)
-                return result
+            return bisection_page.write(self._path, result)
 
     def _new_folder(self, suffix: str, out: str | Path | None) -> Path:
         """The folder for a result: `out`, or by default one beside the run's."""

@@ -1,133 +1,179 @@
-"""Bisection: which stored trajectories made a policy worse, found by repeating the training without some of them.
+"""Bisection: which change of a training prevents that a policy became worse, found by repeating the training.
 
 Two versions are given, the later of which has a lower reward on held-out prompts. The steps between them are trained
-again from the earlier one, each time without one part of their rows, and the weights that result are evaluated on the
-same prompts with the same random numbers. A part *prevents* the drop if most of the reward comes back without it, and
-the difference from the unchanged training is significant. Parts are halved as long as a half prevents it: steps first,
-then groups, those with the largest gradients first. The smallest part is a cause only if random groups with as many
-rows do not prevent it: a training differs by chance, too, and what harms in all rows is undone by leaving out any.
+again from the earlier one, each time with one change (cause_search.py): some rows left out, a part of the reward left
+out, or settings as they were before a resume. The weights that result answer the same prompts with the same random
+numbers. A change *prevents* the drop if most of the reward comes back with it, and the difference from the unchanged
+training is significant.
 
-Invariant: only the rows that are named differ between two trainings. Advantages of other rows are estimated again where
-they depended on them (unlearning.py), and each step keeps its learning rate.
+Invariant: only what a change names differs between two trainings. Advantages of other rows are estimated again where
+they depended on it (unlearning.py), and each step keeps its learning rate unless the change names a setting of it.
 
-What this cannot show: responses of later steps were sampled by policies that had trained on the rows that are left out.
+What this cannot show: responses of later steps were sampled by policies that had trained on what is changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.config import user_files
+from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
-from staleflow.pipeline.stored_runs import unlearning
+from staleflow.pipeline.stored_runs import reward_rescoring, unlearning, verification
+from staleflow.pipeline.stored_runs.cause_search import (
+    MAX_TRIALS,
+    Change,
+    SearchResult,
+    Trial,
+    changed_settings,
+    conspicuous_rows,
+    restore_settings,
+    search,
+    settings_change,
+)
 from staleflow.pipeline.stored_runs.pool import Report, open_store_at
-from staleflow.pipeline.stored_runs.repeated_steps import open_policy, read_batch_rows, train_step
+from staleflow.pipeline.stored_runs.repeated_steps import JobPart, open_policy, read_batch_rows, train_step
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.reward_statistics import MIN_PROMPTS, PairedDifference, estimate, paired_difference
+from staleflow.stores.reward_statistics import (
+    MIN_PROMPTS,
+    Estimate,
+    PairedDifference,
+    estimate,
+    paired_difference,
+)
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import EndedTrajectory
+from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights import weight_file
+from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.sources.reward_process import Scorer
 
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy
 
 P_LIMIT = 0.01
-"""p-value below which a difference from the unchanged training counts. Some twenty parts are tried."""
+"""p-value below which a difference from the unchanged training counts. At most MAX_TRIALS changes are tried."""
 MIN_RECOVERED_SHARE = 0.5
-"""Share of the lost reward that has to come back without a part for it to count."""
-NUM_CONTROLS = 4
-"""Random parts left out to test a cause. If half of all parts prevent a drop, a wrong cause is named in one of 16
-cases."""
-Table = dict[str, npt.NDArray[Any]]
+"""Share of the lost reward that has to come back with a change for it to count."""
+REWARD = "reward"
+"""The metric that a drop is measured in by default; the others are the names of its parts."""
+UNCHANGED = Change(label="unchanged")
+WINDOW_COLUMNS = (
+    "trajectory", "step", "group", "staleness", "advantage", "response_tokens", "source", "finish",
+)  # fmt: skip
+"""Columns of the store that changes are chosen by."""
 Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """The training between the two versions, repeated without some rows."""
-
-    left_out: str
-    """The rows in words."""
-    where: str
-    """The rows as a selection, for `unlearn` and `store show`."""
-    rows: int
-    """Number of rows."""
-    reward: float
-    """Mean reward on held-out prompts of the weights that result."""
-    difference: PairedDifference | None
-    """From the unchanged training, over the prompts; None for too few prompts."""
-    prevents: bool
-    """Whether the reward is not lost without these rows."""
+Rewards = dict[str, list[float]]
+"""Rewards by held-out prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
     """The result of a bisection."""
 
+    run: str
+    """The run's folder."""
+    metric: str
+    """What is measured: the reward, or one of its parts."""
     since: int
     """The earlier version."""
     at: int
     """The later version."""
-    reward_since: float
+    reward_since: Estimate
     """Mean reward on held-out prompts at the earlier version."""
-    reward_at: float
+    reward_at: Estimate
     """The same of the unchanged training at the later version."""
     reward_change: PairedDifference | None
     """Later minus earlier reward, over the prompts; None for too few prompts."""
     same_weights: bool
     """Whether the unchanged training gives the weights that the run published, bit for bit."""
-    trials: tuple[Trial, ...]
-    """All parts that were left out, in order."""
-    cause: Trial | None
-    """Of the parts that prevent the drop, the one with the fewest rows."""
-    reason: str
+    trials: tuple[Trial, ...] = ()
+    """All changes that were tried, in order."""
+    controls: tuple[Trial, ...] = ()
+    """Random groups with as many rows as the cause: how much trainings without so many rows differ by chance."""
+    cause: Trial | None = None
+    """Of the changes that prevent the drop, the one of the fewest rows."""
+    reason: str = ""
     """Why there is no cause; empty if there is one."""
+    is_limited: bool = False
+    """Whether the limit of trainings ended the search."""
+    elapsed_s: float = 0.0
+    page: str = ""
+    """File of the page that shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BisectionPlan:
-    """The steps to repeat. offline: the job and the point to begin from; its `start` is at most `since`."""
+    """The steps to repeat."""
 
+    run_dir: str
     offline: OfflinePlan
+    """Store, and the job of the later version."""
+    former: RunConfig
+    """The job of the earlier version."""
+    parts: tuple[JobPart, ...]
+    """All steps to repeat, from a resume point or from the base model, by the jobs that trained them."""
+    resume_point: str
+    """The resume point to begin from; empty for the base model."""
     since: int
     at: int
+    metric: str = REWARD
+
+    @property
+    def window(self) -> list[JobPart]:
+        """The steps between the two versions, by their jobs."""
+        return [
+            dataclasses.replace(part, start=max(part.start, self.since))
+            for part in self.parts
+            if part.stop > self.since
+        ]
 
 
-def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
+def make_plan(run_dir: Path, since: int, at: int, metric: str = REWARD) -> BisectionPlan:
     """Plan a bisection. The run's folder must be locked by the caller. Raises ConfigError."""
     config = load_job(run_dir)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has no weights")
-    if config.has_environment or config.task.sources:
-        raise ConfigError("bisect: environments and several task sources are evaluated by runs only")
-    if config.task.eval_prompts < MIN_PROMPTS:
-        raise ConfigError(
-            f"bisect: task.eval_prompts = {config.task.eval_prompts}: at least {MIN_PROMPTS} held-out prompts are "
-            "needed"
-        )
+    if config.has_environment:
+        raise ConfigError("bisect: environments are evaluated by runs only")
+    if (count := sum(task.eval_prompts for task in config.task.sources_by_name.values())) < MIN_PROMPTS:
+        raise ConfigError(f"bisect: task.eval_prompts = {count}: at least {MIN_PROMPTS} held-out prompts are needed")
     store = VersionedStore.open_pinned((run_dir / "store").resolve())
-    num_steps = store.summary().num_steps
+    records = store.commits()
+    num_steps = sum(record.kind == "step" for record in records)
     if not 0 <= since < at <= num_steps:
         raise ConfigError(f"bisect: versions {since} and {at}: need 0 <= since < at <= {num_steps}, the trained steps")
-    start, resume_point, _ = unlearning.find_start(run_dir, store, since)
-    inspect_model(config)
+    inputs = [(record.step, record.inputs) for record in records if record.inputs]
+    starts = verification.read_starts(run_dir, inputs, num_steps)
+    for start in starts:
+        if start.problem and start.steps.stop > since and start.steps.start < at:
+            raise ConfigError(f"bisect: {format_steps(start.steps)}: {start.problem}")
+    origins = verification.find_origins(run_dir, starts)
+    if since not in origins:
+        raise ConfigError(f"bisect: version {since}: no resume point of it or before is kept; choose a later --since")
+    first = origins[since]
+    parts = verification.make_job_parts(starts, first, at)
+    jobs_before = [start.job for start in starts if start.steps.start < since and start.job is not None]
+    inspect_model(parts[-1].config)
     offline = OfflinePlan(
-        config=user_files.with_absolute_models(config),
+        config=parts[-1].config,
         store_path=str(store.path),
         snapshot=store.snapshot,
         branch=MAIN,
@@ -136,10 +182,17 @@ def make_plan(run_dir: Path, since: int, at: int) -> BisectionPlan:
         out="",
         exact=True,
         prompt_seed=config.seed,
-        start=start,
-        resume_point=resume_point,
     )
-    return BisectionPlan(offline=offline, since=since, at=at)
+    return BisectionPlan(
+        run_dir=str(run_dir),
+        offline=offline,
+        former=jobs_before[-1] if jobs_before else parts[0].config,
+        parts=parts,
+        resume_point=str(ResumePoints(run_dir / "resume").path(PolicyVersion(first)).resolve()) if first else "",
+        since=since,
+        at=at,
+        metric=metric,
+    )
 
 
 def best_version_before(run_dir: Path, at: int) -> int:
@@ -149,253 +202,273 @@ def best_version_before(run_dir: Path, at: int) -> int:
     return max(0, at - 10) if best is None else best.version
 
 
-# -- search ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RowSubset:
-    """Rows to leave out, in words and as a selection."""
-
-    label: str
-    where: str
-
-
-def search(
-    table: Mapping[str, npt.NDArray[Any]], since: int, at: int, leave_out: Callable[[RowSubset], Trial]
-) -> tuple[Trial | None, str]:
-    """Try parts of the rows, from large to small, until no smaller one prevents the drop.
-
-    Args:
-        table: Columns of the rows that steps since <= step < at trained on.
-        since: The first step.
-        at: The step after the last.
-        leave_out: Repeats the training without a part.
-
-    Returns:
-        The smallest part that prevents the drop, and an empty text; or None, and the reason why it is not the cause.
-    """
-    window = f"step >= {since} and step < {at}"
-    preventing_trials: list[Trial] = []
-
-    def prevents(part: RowSubset) -> bool:
-        trial = leave_out(part)
-        preventing_trials.extend([trial] * trial.prevents)
-        return trial.prevents
-
-    def without_steps(steps: Sequence[int]) -> bool:
-        return prevents(RowSubset(format_steps(steps), f"step >= {steps[0]} and step <= {steps[-1]}"))
-
-    def without_groups(groups: Sequence[int]) -> bool:
-        label = f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
-        return prevents(_group_part(groups, label))
-
-    if np.unique(table["staleness"]).size > 1:
-        prevents(RowSubset("stale trajectories", f"staleness > 0 and {window}"))
-    steps = halve(list(range(since, at)), without_steps)
-    halve(_groups_by_influence(table, steps), without_groups)
-    if not preventing_trials:
-        return None, "no part alone prevents the drop, only all steps together"
-    cause = min(preventing_trials, key=lambda trial: trial.rows)
-    if any(leave_out(part).prevents for part in random_parts(table, cause)):
-        return None, f"{cause.left_out} prevents the drop, but so do random groups with as many rows"
-    return cause, ""
-
-
-def halve(items: Sequence[int], prevents: Callable[[Sequence[int]], bool]) -> list[int]:
-    """Halve a sequence as long as one of its halves prevents something, which the whole sequence is known to do."""
-    items = list(items)
-    while len(items) > 1:
-        middle = (len(items) + 1) // 2
-        for half in (items[:middle], items[middle:]):
-            if prevents(half):
-                items = half
-                break
-        else:
-            return items
-    return items
-
-
-def _groups_by_influence(table: Mapping[str, npt.NDArray[Any]], steps: Sequence[int]) -> list[int]:
-    """The groups of some steps, those with the largest sum of |advantage| x tokens first."""
-    rows = np.isin(table["step"], steps)
-    groups, index = np.unique(table["group"][rows], return_inverse=True)
-    influence = np.bincount(index, np.abs(table["advantage"][rows]) * table["response_tokens"][rows])
-    return [int(group) for group in groups[np.argsort(-influence, kind="stable")]]
-
-
-def random_parts(table: Mapping[str, npt.NDArray[Any]], cause: Trial) -> list[RowSubset]:
-    """Random groups with as many rows as a part, of groups without a row of it where these are enough."""
-    is_in_cause = np.isin(table["group"], table["group"][Selection(cause.where).mask(table)])
-    other_groups = table["group"][~is_in_cause] if np.sum(~is_in_cause) >= cause.rows else table["group"]
-    groups, sizes = np.unique(other_groups, return_counts=True)
-    parts, rng = [], np.random.default_rng(0)
-    for _ in range(NUM_CONTROLS):
-        order = rng.permutation(len(groups))
-        count = int(np.searchsorted(np.cumsum(sizes[order]), cause.rows)) + 1
-        label = f"{count} random groups" if count > 1 else "a random group"
-        parts.append(_group_part(sorted(groups[order[:count]].tolist()), label))
-    return parts
-
-
-def _group_part(groups: Sequence[int], label: str) -> RowSubset:
-    where = f"group == {groups[0]}" if len(groups) == 1 else f"group in ({', '.join(map(str, groups))})"
-    return RowSubset(label, where)
-
-
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
 def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bisection:
     """Carry out a plan in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
-    offline = plan.offline
-    store = open_store_at(offline.store_path, offline.snapshot)
-    held_out, config = store.header.held_out, offline.config
+    started_s = time.monotonic()
+    store = open_store_at(plan.offline.store_path, plan.offline.snapshot)
+    seconds = sum(c.metrics.get("train_s", 0.0) for c in store.commits() if plan.since <= c.step < plan.at)
+    steps = format_steps(range(plan.since, plan.at))
+    cost = f"at most {MAX_TRIALS} times with a change; the run's trainer took {seconds:.0f} s for them"
+    report({"say": f"plan: {steps} are trained again, {cost}. Each result answers the held-out prompts"})
     with (
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
-        open_policy(config, config, config.steps, held_out, shared=shared) as policy,
+        contextlib.closing(_RepeatedTraining(plan, store, Path(folder), shared=shared)) as training,
     ):
-        seconds = sum(c.metrics.get("train_s", 0.0) for c in store.commits() if plan.since <= c.step < plan.at)
-        steps = format_steps(range(plan.since, plan.at))
-        report({"say": f"training {steps} again for each part; the run's trainer took {seconds:.0f} s for them"})
-        trainer = _PartialTrainer(plan, store, policy, Path(folder))
-        since = trainer.evaluate(plan.since)
-        unchanged = trainer.train(np.zeros(len(trainer.table["step"]), bool))
-        reward_change = paired_difference(since, unchanged)
+        training.restore_earlier_version()
+        rewards_before, trained_s = training.evaluate(plan.former, plan.since), time.monotonic()
+        unchanged = training.train(UNCHANGED)
+        trained_s = time.monotonic() - trained_s
         result = Bisection(
+            run=plan.run_dir,
+            metric=plan.metric,
             since=plan.since,
             at=plan.at,
-            reward_since=_mean(since),
-            reward_at=_mean(unchanged),
-            reward_change=reward_change,
-            same_weights=trainer.same_weights,
-            trials=(),
-            cause=None,
-            reason="",
+            reward_since=estimate(list(rewards_before.values())),
+            reward_at=estimate(list(unchanged.values())),
+            reward_change=paired_difference(rewards_before, unchanged),
+            same_weights=training.same_weights,
         )
-        if reward_change is None:
-            return dataclasses.replace(result, reason=f"fewer than {MIN_PROMPTS} held-out prompts were scored")
-        if reward_change.mean >= 0 or reward_change.p >= P_LIMIT:
-            reason = f"the reward is not significantly lower at version {plan.at} than at {plan.since}"
-            return dataclasses.replace(result, reason=reason)
-        runner = _TrialRunner(trainer, unchanged, reward_change, report)
-        cause, reason = search(trainer.window, plan.since, plan.at, runner.leave_out)
-        return dataclasses.replace(result, trials=tuple(runner.trials), cause=cause, reason=reason)
+        outcome = SearchResult()
+        if result.reward_change is None:
+            outcome.reason = f"fewer than {MIN_PROMPTS} held-out prompts were scored"
+        elif result.reward_change.mean >= 0 or result.reward_change.p >= P_LIMIT:
+            outcome.reason = f"the {plan.metric} is not significantly lower at version {plan.at} than at {plan.since}"
+        else:
+            candidates = [*training.setting_changes(), *training.row_changes()]
+            names = "; ".join(change.label for change in candidates) or "none"
+            cost = f"{trained_s:.1f} s, so {MAX_TRIALS * trained_s:.0f} s at most"
+            report({"say": f"unchanged, with its evaluation: {cost}. Tried first: {names}; then steps and groups"})
+            attempts = _Attempts(training, unchanged, result.reward_change, report)
+            outcome = search(training.table, plan.since, plan.at, candidates, attempts.attempt)
+    return dataclasses.replace(
+        result,
+        trials=tuple(outcome.trials),
+        controls=tuple(outcome.controls),
+        cause=outcome.cause,
+        reason=outcome.reason,
+        is_limited=outcome.is_limited,
+        elapsed_s=time.monotonic() - started_s,
+    )
 
 
-def _mean(rewards: Mapping[str, Sequence[float]]) -> float:
-    return estimate(list(rewards.values())).mean or 0.0
+class _Attempts:
+    """Tries changes, and compares each result with the unchanged training and with the best one so far."""
 
+    def __init__(
+        self, training: _RepeatedTraining, unchanged: Rewards, reward_change: PairedDifference, report: Report
+    ) -> None:
+        self._training, self._unchanged, self._reward_change = training, unchanged, reward_change
+        self._report = report
+        self._best: Rewards = {}
+        """Of the changes that prevent the drop, the highest rewards. A smaller change counts only if it is not
+        significantly worse: half of a cause that is everywhere would do, too."""
 
-@dataclass(slots=True)
-class _TrialRunner:
-    """Leaves out parts, and compares each result with the unchanged training."""
-
-    trainer: _PartialTrainer
-    unchanged: Mapping[str, Sequence[float]]
-    reward_change: PairedDifference
-    report: Report
-    trials: list[Trial] = field(default_factory=list)
-
-    def leave_out(self, part: RowSubset) -> Trial:
-        removed_mask = self.trainer.trained_rows(part.where)
-        rewards = self.trainer.train(removed_mask)
-        difference = paired_difference(self.unchanged, rewards)
-        recovers = difference is not None and difference.mean >= -MIN_RECOVERED_SHARE * self.reward_change.mean
-        trial = Trial(
-            left_out=part.label,
-            where=part.where,
-            rows=int(removed_mask.sum()),
-            reward=_mean(rewards),
+    def attempt(self, change: Change) -> Trial:
+        rewards = self._training.train(change)
+        summary, difference = estimate(list(rewards.values())), paired_difference(self._unchanged, rewards)
+        prevents = (
+            difference is not None
+            and difference.mean >= -MIN_RECOVERED_SHARE * self._reward_change.mean
+            and difference.p < P_LIMIT
+        )
+        best = paired_difference(self._best, rewards)
+        if prevents and best is not None:
+            prevents = best.mean >= 0 or best.p >= P_LIMIT
+        if prevents and (best is None or best.mean > 0):
+            self._best = rewards
+        reward, count = summary.mean or 0.0, self._training.num_changed_rows(change)
+        self._report({"say": f"{change.label}: {reward:.3f}" + (", prevents it" * prevents)})
+        return Trial(
+            change=change,
+            rows=count,
+            reward=reward,
+            interval=summary.interval,
             difference=difference,
-            prevents=recovers and difference is not None and difference.p < P_LIMIT,
+            prevents=prevents,
         )
-        self.trials.append(trial)
-        self.report({"say": f"without {trial.left_out}: {trial.reward:.3f}" + (", prevents it" * trial.prevents)})
-        return trial
 
 
-class _PartialTrainer:
-    """Repeats the steps of a plan without some rows, and evaluates the weights that result."""
+class _RepeatedTraining:
+    """Repeats the steps of a plan with a change, and evaluates the weights that result."""
 
-    def __init__(self, plan: BisectionPlan, store: VersionedStore, policy: Policy, folder: Path) -> None:
-        """folder: for the state at the earlier version and for weights to evaluate."""
-        self._plan, self._store, self._policy, self._folder = plan, store, policy, folder
+    def __init__(self, plan: BisectionPlan, store: VersionedStore, folder: Path, *, shared: bool) -> None:
+        """folder: for the state at the earlier version and for weights to evaluate. shared: as in Pool."""
+        self._plan, self._store, self._folder, self._is_shared = plan, store, folder, shared
         self._context = inspect_model(plan.offline.config).context_length
         self._published_fingerprints = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
-        self.table: Table = store.table()
-        self._trained_mask: Mask = self.table["fate"] == unlearning.CONSUMED_CODE
-        self.same_weights = False
-        self._is_sharded = plan.offline.config.training.ranks > 1
-        self._resume_point = folder / ("point" if self._is_sharded else "point.pt")
-        self._restore_earlier_version()
-
-    @property
-    def window(self) -> Table:
+        self._columns = store.table()
+        self._trained_mask: Mask = self._columns["fate"] == unlearning.CONSUMED_CODE
+        step = self._columns["step"]
+        self._window_mask: Mask = self._trained_mask & (step >= plan.since) & (step < plan.at)
+        self.table = {name: v[self._window_mask] for name, v in store.columns(names=WINDOW_COLUMNS).items()}
         """Columns of the rows that the repeated steps trained on."""
-        step = self.table["step"]
-        rows = self._trained_mask & (step >= self._plan.since) & (step < self._plan.at)
-        return {name: self.table[name][rows] for name in ("step", "group", "staleness", "advantage", "response_tokens")}
+        self._part_rewards: dict[str, npt.NDArray[np.float32]] = {}
+        """[R] what each part of the reward, times its weight, has added to the reward of each row."""
+        self.same_weights = False
+        self._policies = contextlib.ExitStack()
+        self._policy: Policy | None = None
+        self._config: RunConfig | None = None
+        self._points = 0
 
-    def trained_rows(self, where: str) -> Mask:
-        """Mask of the trained rows that a selection names."""
-        return self._trained_mask & Selection(where).mask(self._store.columns())
+    def close(self) -> None:
+        self._policies.close()
 
-    def train(self, removed_mask: Mask) -> dict[str, list[float]]:
-        """Train the steps without some rows; returns the rewards of the result by prompt."""
-        advantages = self.table["advantage"]
-        if removed_mask.any():
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def setting_changes(self) -> list[Change]:
+        """Settings that were changed by resumes between the two versions, with their values before."""
+        configs = [(self._plan.since, self._plan.former), *((p.start, p.config) for p in self._plan.window)]
+        return [
+            settings_change(before, after, step)
+            for (_, before), (step, after) in pairwise(configs)
+            if changed_settings(before, after)
+        ]
+
+    def row_changes(self) -> list[Change]:
+        """Parts of the reward to leave out, and rows that stand out."""
+        (positions,) = np.nonzero(self._window_mask)
+        config, header = self._plan.offline.config, self._store.header
+        prompts = actor_settings.prompt_settings(
+            config, held_out=header.held_out, longest_prompt=header.longest_prompt
+        ).build()
+        numbers, is_other = dict[bytes, int](), np.zeros(len(self._trained_mask), bool)
+        prompt = np.zeros(len(self._trained_mask), np.int64)
+        with contextlib.closing(Scorer(actor_settings.scoring_settings(config))) as scorer:
+            for part in self._plan.window:
+                in_part = positions[np.isin(self._columns["step"][positions], range(part.start, part.stop))]
+                rows = [row.trajectory for row in self._read(in_part)]
+                scores = scorer.score([reward_rescoring.make_reward_item(prompts, row) for row in rows])
+                for position, row, score in zip(in_part.tolist(), rows, scores, strict=True):
+                    prompt[position] = numbers.setdefault(row.prompt_tokens.tobytes(), len(numbers))
+                    is_other[position] = not (score.error or row.error or np.isclose(score.reward, row.reward))
+                    for name, reward in part.config.reward.parts.items():
+                        added = self._part_rewards.setdefault(name, np.zeros(len(self._trained_mask), np.float32))
+                        added[position] = reward.weight * row.reward_parts.get(name, 0.0)
+        self.table |= {"prompt": prompt[positions], "differs": is_other[positions]}
+        parts = [Change(label=f"without the reward part {name}", reward_part=name) for name in self._part_rewards]
+        window = f"step >= {self._plan.since} and step < {self._plan.at}"
+        return [*(parts if len(parts) > 1 else ()), *conspicuous_rows(self.table, window, list(config.task.sources))]
+
+    def num_changed_rows(self, change: Change) -> int:
+        """Number of rows of the repeated steps that a change leaves out, or gives another reward."""
+        removed, rewards = self._apply(change)
+        return int(np.sum(self._window_mask & (removed | (rewards != self._columns["reward"]))))
+
+    def _apply(self, change: Change) -> tuple[Mask, npt.NDArray[np.float32]]:
+        """[R] which rows a change leaves out, and [R] the rewards of the others."""
+        removed, rewards = np.zeros(len(self._trained_mask), bool), self._columns["reward"]
+        if change.where:
+            removed = self._trained_mask & Selection(change.where).mask(self._store.columns())
+        if change.reward_part:
+            rewards = rewards - self._part_rewards[change.reward_part]
+        return removed, rewards
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, change: Change) -> Rewards:
+        """Train the steps with a change; returns the rewards of the result."""
+        removed, rewards = self._apply(change)
+        point: Path | None = self._folder / "since"
+        keys = [key for key, _ in change.settings]
+        for part in self._plan.window:
+            config, in_part = part.config, self._trained_mask & (self._columns["step"] >= part.start)
+            in_part &= self._columns["step"] < part.stop
+            if part.start >= change.since:
+                config = restore_settings(config, self._former(change.since), keys)
             advantages = unlearning.estimate_remaining_advantages(
-                self._plan.offline.config, self.table, self._trained_mask, removed_mask
+                part.config, self._columns, in_part, removed & in_part, rewards, config
             )
-        self._policy.load_state(self._resume_point)
-        for step in range(self._plan.since, self._plan.at):
-            self._train_step(step, removed_mask, advantages)
-        if not removed_mask.any():
-            weights = self._policy.apply_to_weights(fingerprint)
+            self._open(config, point)
+            point = None
+            for step in range(part.start, part.stop):
+                self._train_step(step, in_part & ~removed, advantages)
+        if change == UNCHANGED:
+            weights = self._opened.apply_to_weights(fingerprint)
             self.same_weights = weights == self._published_fingerprints[self._plan.at]
-        return self.evaluate(self._plan.at)
+        return self.evaluate(config, self._plan.at)
 
-    def evaluate(self, version: int) -> dict[str, list[float]]:
-        """Rewards of the present weights on held-out prompts, by prompt."""
+    def _former(self, since: int) -> RunConfig:
+        """The job that trained the steps before the job that began with a step."""
+        configs = [part.config for part in self._plan.window if part.start < since]
+        return configs[-1] if configs else self._plan.former
+
+    def evaluate(self, config: RunConfig, version: int) -> Rewards:
+        """Rewards of the present weights on a job's held-out prompts."""
+        plan, metric = dataclasses.replace(self._plan.offline, config=config), self._plan.metric
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             weights, model = Path(folder) / "weights", Path(folder) / "model"
-            self._policy.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
-            self._policy.save(model, weights)
-            scores = held_out_scores(
-                self._plan.offline, str(model), version, self._context, lambda _: None, greedy_passes=(False,)
-            )
+            self._opened.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
+            self._opened.save(model, weights)
+            scores = held_out_scores(plan, str(model), version, self._context, lambda _: None, greedy_passes=(False,))
         if scores is None:
             raise ConfigError("bisect: every held-out prompt was trained on")
-        return {str(i): [s.reward] for i, s in enumerate(scores[False]) if not s.error}
+        scored = {str(i): s for i, s in enumerate(scores[False]) if not s.error}
+        if metric != REWARD and (missing := [s for s in scored.values() if metric not in s.parts]):
+            names = ", ".join([REWARD, *missing[0].parts])
+            raise ConfigError(f"--metric {metric}: the reward has no such part; there are {names}")
+        return {i: [s.reward if metric == REWARD else s.parts[metric]] for i, s in scored.items()}
 
-    def _restore_earlier_version(self) -> None:
-        """Load the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
-        offline, since = self._plan.offline, self._plan.since
-        if offline.start:
-            self._policy.load_state(Path(offline.resume_point))
-        else:
-            for step in range(offline.config.training.sft.steps):
-                self._policy.fine_tune(step)
-        no_rows = np.zeros(len(self.table["step"]), bool)
-        for step in range(offline.start, since):
-            self._train_step(step, no_rows, self.table["advantage"])
-        if since and self._policy.apply_to_weights(fingerprint) != self._published_fingerprints[since]:
+    def restore_earlier_version(self) -> None:
+        """Compute the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
+        plan, point = self._plan, Path(self._plan.resume_point) if self._plan.resume_point else None
+        for part in plan.parts:
+            if part is plan.parts[0] or part.start < plan.since:
+                self._open(part.config, point)
+                if not part.start:
+                    for step in range(part.config.training.sft.steps):
+                        self._opened.fine_tune(step)
+                for step in range(part.start, min(part.stop, plan.since)):
+                    self._train_step(step, self._trained_mask, self._columns["advantage"])
+            point = None
+        if plan.since and self._opened.apply_to_weights(fingerprint) != self._published_fingerprints[plan.since]:
             raise StoreError(
-                f"the weights of version {since}, trained again here, are not those that the run published; "
+                f"the weights of version {plan.since}, trained again here, are not those that the run published; "
                 "use a machine like the run's (`staleflow verify` compares them)"
             )
-        if self._is_sharded:
-            self._resume_point.mkdir()
-        self._policy.begin_save(self._resume_point)
-        self._policy.end_save()
+        self._save(self._folder / "since")
 
-    def _train_step(self, step: int, removed_mask: Mask, advantages: npt.NDArray[np.float32]) -> None:
-        (positions,) = np.nonzero(self._trained_mask & (self.table["step"] == step) & ~removed_mask)
-        if not len(positions):
-            return
-        batch = []
-        for row, advantage in zip(read_batch_rows(self._store, positions), advantages[positions], strict=True):
+    @property
+    def _opened(self) -> Policy:
+        assert self._policy is not None
+        return self._policy
+
+    def _open(self, config: RunConfig, point: Path | None) -> None:
+        """Open the policy of a job, if it is not open, with the state of a resume point, or else with the present one.
+        One policy is open at a time."""
+        if config != self._config:
+            if point is None and self._policy is not None:
+                self._points += 1
+                point = self._folder / f"point-{self._points}"
+                self._save(point)
+            self._policies.close()
+            self._config, self._policy = (
+                config,
+                self._policies.enter_context(
+                    open_policy(config, config, config.steps, self._store.header.held_out, shared=self._is_shared)
+                ),
+            )
+        if point is not None:
+            self._opened.load_state(point)
+
+    def _save(self, path: Path) -> None:
+        if self._config is not None and self._config.training.ranks > 1:
+            path.mkdir()
+        self._opened.begin_save(path)
+        self._opened.end_save()
+
+    def _read(self, positions: npt.NDArray[np.int64]) -> Iterable[EndedTrajectory]:
+        for row in read_batch_rows(self._store, positions):
             if not isinstance(row, EndedTrajectory):
+                step = self._columns["step"][self._columns["trajectory"] == int(row.trajectory)][0]
                 raise StoreError(f"step {step}: trajectory {row.trajectory} cannot be read: {row.error}")
-            batch.append(dataclasses.replace(row, advantage=float(advantage)))
-        train_step(self._policy, step, batch)
+            yield row
+
+    def _train_step(self, step: int, mask: Mask, advantages: npt.NDArray[np.float32]) -> None:
+        (positions,) = np.nonzero(mask & self._trained_mask & (self._columns["step"] == step))
+        if len(positions):
+            rows = zip(self._read(positions), advantages[positions], strict=True)
+            batch = [dataclasses.replace(row, advantage=float(advantage)) for row, advantage in rows]
+            train_step(self._opened, step, batch)

@@ -229,7 +229,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
             valid[i] = False
         elif row.trajectory.num_sampled:
             responses.append((i, row.trajectory))
-    scores = _scorer(scoring).score([_make_reward_item(prompts, t) for _, t in responses])
+    scores = _scorer(scoring).score([make_reward_item(prompts, t) for _, t in responses])
     for (i, trajectory), score in zip(responses, scores, strict=True):
         rewards[i] = score.reward
         if score.error:
@@ -238,7 +238,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     return start, ScoredBlock(rewards=rewards, valid=valid, errors=errors)
 
 
-def _make_reward_item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
+def make_reward_item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
     """The arguments of the reward function: the text of the last turn, and the record, which has all turns as `turns`
     if there are several."""
 

@@ -384,28 +384,27 @@ def held_out_scores(
     from staleflow.tasks.sources.reward_process import Scorer
 
     config = plan.config
-    count = config.task.eval_prompts
-    if not count:
+    counts = [task.eval_prompts for task in config.task.sources_by_name.values()]
+    if not any(counts):
         return None
-    if config.has_environment or config.task.sources:
+    if config.has_environment:
         if not version:
-            reason = "environments are played" if config.has_environment else "several task sources are evaluated"
-            report({"say": f"no evaluation: {reason} by runs only"})
+            report({"say": "no evaluation: environments are played by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = open_store_at(plan.store_path, plan.snapshot)
     # From the store's header, since the job might draw other prompts for its groups now.
-    prompts = actor_settings.prompt_settings(
+    prompt_settings = actor_settings.prompt_settings(
         plan.run_job, context, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
-    ).build()
+    )
+    prompts = prompt_settings.build()
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
-    tasks = prompts.held_out(count)
+    tasks = [task for number, count in enumerate(counts) for task in prompts.held_out(count, number)]
     num_held_out = store.header.held_out
-    if not version and (
-        line := fewer_prompts_warning(count, len(tasks), config.task.eval_source or config.task.source)
-    ):
+    name = ", ".join(task.eval_source or task.source for task in config.task.sources_by_name.values())
+    if not version and (line := fewer_prompts_warning(sum(counts), len(tasks), name)):
         report({"say": line})
-    if num_held_out < count:
+    if not config.task.sources and num_held_out < sum(counts):  # those of several sources cannot be changed
         rows = np.concatenate(list(repeated_steps.select_consumed_rows(store, plan.where).values()))
         trained_prompts = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
         untrained_tasks = [task for task in tasks if task.prompt not in trained_prompts]
@@ -434,7 +433,7 @@ def held_out_scores(
             tokens = generate_responses(
                 engine,
                 encoded_prompts,
-                max_new_tokens=config.rollout.max_new_tokens,
+                max_new_tokens=[prompt_settings.response_tokens(task.source) for task in tasks],
                 greedy=greedy,
                 timeout_s=EVALUATION_LIMIT_S,
             )

@@ -131,11 +131,16 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
 
 
 def estimate_remaining_advantages(
-    config: RunConfig, table: dict[str, npt.NDArray[Any]], trained_mask: Mask, removed_mask: Mask
+    config: RunConfig,
+    table: dict[str, npt.NDArray[Any]],
+    trained_mask: Mask,
+    removed_mask: Mask,
+    rewards: npt.NDArray[np.float32] | None = None,
+    new_config: RunConfig | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Advantages of a run's rows without some of them.
+    """Advantages of a run's rows without some of them, or with other rewards or settings.
 
-    A step's advantages are estimated with and without the removed rows. Where the two differ, the second is taken;
+    A step's advantages are estimated as they were and as they are now. Where the two differ, the second is taken;
     elsewhere the stored one, as it was trained.
 
     Args:
@@ -143,18 +148,20 @@ def estimate_remaining_advantages(
         table: Its rows, as they are stored.
         trained_mask: [R] whether a step trained on the row.
         removed_mask: [R] which of these are left out.
+        rewards: [R] rewards now; the stored ones by default.
+        new_config: The job now; `config` by default.
 
     Returns:
         [R] advantages; 0 of removed rows.
     """
     advantages: npt.NDArray[np.float32] = table["advantage"].copy()
     is_scored = table["loss_mask"] > 0
-    for step in np.unique(table["step"][removed_mask]):
+    rewards, new_config = table["reward"] if rewards is None else rewards, new_config or config
+    is_changed = removed_mask | (rewards != table["reward"]) | (new_config != config)
+    for step in np.unique(table["step"][trained_mask & is_changed]):
         batch = trained_mask & (table["step"] == step)
-        original, recomputed = (
-            estimate_advantages(config, table, batch, table["reward"], v)
-            for v in (is_scored, is_scored & ~removed_mask)
-        )
+        original = estimate_advantages(config, table, batch, table["reward"], is_scored)
+        recomputed = estimate_advantages(new_config, table, batch, rewards, is_scored & ~removed_mask)
         advantages = np.where(batch & (original != recomputed), recomputed, advantages)
     advantages[removed_mask] = 0
     return advantages

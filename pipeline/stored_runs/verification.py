@@ -142,14 +142,14 @@ def verify_run(
     if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
         findings.append(Finding(check="chain", location=f"step {gap}", message="is missing"))
         step_records = []
-    starts = _read_starts(run_dir, chain.inputs, len(step_records)) if step_records else []
+    starts = read_starts(run_dir, chain.inputs, len(step_records)) if step_records else []
     contradictions, missing_files = compare_files(run_dir, starts)
     findings += contradictions
     unverified += missing_files
     unverified += [f"{format_steps(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
-    resume_versions = _find_origins(run_dir, starts)
+    resume_versions = find_origins(run_dir, starts)
     if checkpoint_certificate is not None:
         resume_versions = {s: v for s, v in resume_versions.items() if s < checkpoint_certificate.version}
     sample = sorted(random.Random(seed).sample(sorted(resume_versions), min(steps, len(resume_versions))))
@@ -189,7 +189,8 @@ def verify_run(
     )
 
 
-def _read_starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[TrainedStart]:
+def read_starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[TrainedStart]:
+    """The starts of a run. inputs: what weights are computed from, by the first step that it holds for."""
     files = {settings: name for name, settings in hash_job_files(run_dir).items()}
     starts = []
     for (first, start_input), (stop, _) in pairwise([*inputs, (num_steps, {})]):
@@ -211,7 +212,7 @@ def resolve_models(config: RunConfig) -> RunConfig:
     return user_files.with_absolute_models(config)
 
 
-def _find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
+def find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     """For each step that can be repeated, the version from which to repeat: 0, or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
     resume_versions: dict[int, int] = {}
@@ -236,13 +237,9 @@ def _plan_repetition(
     resume_points, ranges = ResumePoints(run_dir / "resume"), []
     for resume_version in sorted({*sample.values()}):
         end = max(step for step, first in sample.items() if first == resume_version) + 1
-        parts = [
-            make_job_part(start.job, max(resume_version, start.steps.start), min(end, start.steps.stop))
-            for start in starts
-            if start.job is not None and start.steps.start < end and start.steps.stop > resume_version
-        ]
+        parts = make_job_parts(starts, resume_version, end)
         resume_point = str(resume_points.path(PolicyVersion(resume_version))) if resume_version else ""
-        ranges.append(RepeatedRange(resume_point=resume_point, parts=tuple(parts)))
+        ranges.append(RepeatedRange(resume_point=resume_point, parts=parts))
     weight_fingerprints = {record.step + 1: record.weight_fingerprint for record in step_records}
     if not starts[0].steps.start and (first := starts[0].input("weights")):
         weight_fingerprints[0] = first
@@ -252,6 +249,15 @@ def _plan_repetition(
         ranges=tuple(ranges),
         weight_fingerprints=weight_fingerprints,
         batch_fingerprints={record.step: record.batch_fingerprint for record in step_records},
+    )
+
+
+def make_job_parts(starts: Sequence[TrainedStart], first: int, stop: int) -> tuple[JobPart, ...]:
+    """The steps first <= step < stop by the jobs that trained them."""
+    return tuple(
+        make_job_part(start.job, max(first, start.steps.start), min(stop, start.steps.stop))
+        for start in starts
+        if start.job is not None and start.steps.start < stop and start.steps.stop > first
     )
 
 

@@ -39,13 +39,13 @@ def build_engine(settings: Any, instance: InstanceId, threads: int) -> Engine:
 
 
 def generate_responses(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, timeout_s: float
+    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: Sequence[int], greedy: bool, timeout_s: float
 ) -> list[tuple[int, ...] | None]:
     """Return the token ids of the responses, in the order of the prompts; None where the engine failed. Raises
-    TimeoutError."""
+    TimeoutError. max_new_tokens: for each prompt."""
     requests = [
-        Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=p, max_new_tokens=max_new_tokens, greedy=greedy)
-        for i, p in enumerate(prompts)
+        Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=p, max_new_tokens=most, greedy=greedy)
+        for i, (p, most) in enumerate(zip(prompts, max_new_tokens, strict=True))
     ]
     engine.submit(requests)
     responses: dict[int, tuple[int, ...] | None] = {}

@@ -83,8 +83,11 @@ class TrainerState:
             moments = saved["optimizer"]["state"]
             for index, name in enumerate(in_use["model"]):
                 self._rank_group.fill(in_use["model"][name], saved["model"][name])
-                for key, value in moments.get(index, {}).items():
-                    self._rank_group.fill(in_use["optimizer"][name][key], value)
+                for key, tensor in in_use["optimizer"][name].items():
+                    if index in moments:
+                        self._rank_group.fill(tensor, moments[index][key])
+                    else:  # it was saved before the first gradient
+                        tensor.zero_()
             self._rng.bit_generator.state = saved["random"]
 
     def _saved_tensors(self) -> dict[str, torch.Tensor]:

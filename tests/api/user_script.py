@@ -70,7 +70,7 @@ def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], Non
     )
     unlearned: staleflow.UnlearningResult = run.unlearn("dataset_row == 17", branch="without-17", client=client)
     bisection: staleflow.Bisection = run.bisect(60, since=50, client=client)
-    cause = bisection.cause.where if bisection.cause else bisection.reason
+    cause = bisection.cause.change.where if bisection.cause else bisection.reason
     steps = trained.steps + unlearned.training.steps - unlearned.start
     commit: str = run.push("me/policy", step=50, private=True)
     return scored.mean_after + difference.changed + comparison.kl + exported.rows + steps + len(commit + cause)

@@ -238,4 +238,4 @@ def test_an_engine_failure_is_an_empty_response() -> None:
             return [FailedRequest(trajectory=TrajectoryId(-1), route_number=0, error="out of memory")]
 
     engine: Any = Failing()
-    assert generate_responses(engine, [(1, 2)], max_new_tokens=4, greedy=True, timeout_s=5) == [None]
+    assert generate_responses(engine, [(1, 2)], max_new_tokens=[4], greedy=True, timeout_s=5) == [None]

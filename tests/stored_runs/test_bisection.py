@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,106 +18,197 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import staleflow
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
-from staleflow.pipeline.stored_runs import bisection, repeated_steps, training, unlearning
-from staleflow.pipeline.stored_runs.bisection import (
+from staleflow.pipeline.runtime.run_report import RunListener
+from staleflow.pipeline.stored_runs import bisection, bisection_page, repeated_steps, training, unlearning
+from staleflow.pipeline.stored_runs.bisection import UNCHANGED, Bisection
+from staleflow.pipeline.stored_runs.cause_search import (
+    MAX_TRIALS,
     NUM_CONTROLS,
-    Bisection,
-    RowSubset,
+    Change,
+    SearchResult,
     Trial,
+    changed_settings,
+    conspicuous_rows,
     halve,
-    random_parts,
+    random_groups,
+    restore_settings,
     search,
+    settings_change,
 )
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.reward_statistics import paired_difference
+from staleflow.stores.reward_statistics import estimate, paired_difference
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.training.advantage import DrGrpo
 from tests.commands import command
 from tests.conftest import JOB, REWARDS
 from tests.runtime.test_run import run
+from tests.support.browser import in_browser, open_page
 
 GROUPS, SIZE = 6, 4
 """Groups of a step, and members of a group."""
 
 
-def rows(steps: range) -> dict[str, np.ndarray]:
+Table = dict[str, np.ndarray]
+
+
+def rows(steps: range) -> Table:
     """Columns of the rows of some steps, with larger advantages in later groups of a step."""
     count = len(steps) * GROUPS * SIZE
     group = np.arange(count) // SIZE
     return {
+        "trajectory": np.arange(count) + 100,
         "step": steps.start + group // GROUPS,
         "group": group,
         "staleness": np.arange(count) % 2,
         "advantage": 1.0 + group % GROUPS,
         "response_tokens": np.full(count, 7),
+        "source": np.zeros(count, int),
+        "finish": np.full(count, "stop"),
+        "prompt": group,
+        "differs": np.zeros(count, bool),
     }
 
 
-@pytest.fixture
-def trials() -> list[Trial]:
-    return []
+def leaving_out(table: Table, is_cause: Callable[[Table], np.ndarray]) -> Callable[[Change], Trial]:
+    """Replace the training: a change prevents the drop if no row that causes it remains."""
 
-
-def leaving_out(
-    table: dict[str, np.ndarray], is_cause: Callable[[dict[str, np.ndarray]], np.ndarray], trials: list[Trial]
-) -> Callable[[RowSubset], Trial]:
-    """Replace the training: a part prevents the drop if no row that causes it remains."""
-
-    def leave_out(part: RowSubset) -> Trial:
-        removed = Selection(part.where).mask(table)
+    def attempt(change: Change) -> Trial:
+        removed = Selection(change.where).mask(table) if change.where else np.zeros(len(table["step"]), bool)
         prevents = not (is_cause(table) & ~removed).any()
-        trials.append(
-            Trial(
-                left_out=part.label, where=part.where, rows=int(removed.sum()), reward=float(prevents),
-                difference=None, prevents=prevents,
-            )
-        )  # fmt: skip
-        return trials[-1]
+        return trial(change, rows=int(removed.sum()), prevents=prevents)
 
-    return leave_out
+    return attempt
+
+
+def trial(change: Change, rows: int = 0, *, prevents: bool = True) -> Trial:
+    return Trial(change=change, rows=rows, reward=float(prevents), interval=None, difference=None, prevents=prevents)
+
+
+def labels(result: SearchResult) -> list[str]:
+    return [trial.change.label for trial in result.trials if trial.prevents]
 
 
 @pytest.mark.parametrize("step", range(20, 33))
 @pytest.mark.parametrize("member", [0, 3, 5])
-def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int, trials: list[Trial]) -> None:
+def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int) -> None:
     table, cause = rows(range(20, 33)), (step - 20) * GROUPS + member
-    smallest, reason = search(table, 20, 33, leaving_out(table, lambda table: table["group"] == cause, trials))
-    assert smallest is not None and not reason
-    assert (smallest.where, smallest.rows, smallest.left_out) == (f"group == {cause}", SIZE, f"group {cause}")
-    assert len(trials) <= 1 + 2 * 4 + 2 * 3 + NUM_CONTROLS
+    result = search(table, 20, 33, [], leaving_out(table, lambda table: table["group"] == cause))
+    assert result.cause is not None and not result.reason and not result.is_limited
+    assert (result.cause.change.where, result.cause.rows) == (f"group == {cause}", SIZE)
+    assert result.cause.change.label == f"without group {cause}"
+    assert len(result.controls) == NUM_CONTROLS and len(result.trials) <= 2 * 4 + 2 * 3
 
 
-def test_search_finds_stale_rows_and_ends_where_no_half_prevents_the_loss(trials: list[Trial]) -> None:
+def test_search_ends_where_no_half_prevents_the_drop() -> None:
     table = rows(range(8))
-    search(table, 0, 8, leaving_out(table, lambda table: table["staleness"] == 1, trials))
-    assert [trial.left_out for trial in trials if trial.prevents] == ["stale trajectories"]
-    trials.clear()
     both = (table["step"] == 1) | (table["step"] == 2)
-    search(table, 0, 8, leaving_out(table, lambda _: both, trials))
-    preventing = [trial for trial in trials if trial.prevents]
-    assert [(trial.where, trial.rows) for trial in preventing] == [("step >= 0 and step <= 3", 4 * GROUPS * SIZE)]
+    result = search(table, 0, 8, [], leaving_out(table, lambda _: both))
+    assert labels(result) == ["without steps 0-3"]
+    assert result.cause is not None and result.cause.change.where == "step >= 0 and step <= 3"
 
 
-def test_a_part_is_no_cause_if_random_groups_prevent_the_drop_as_well(trials: list[Trial]) -> None:
+@pytest.mark.parametrize(
+    ("column", "value", "label", "where"),
+    [
+        ("staleness", 5, "without stale trajectories (staleness >= 5)", "staleness >= 5 and step < 8"),
+        ("finish", "length", "without truncated responses", "finish == 'length' and step < 8"),
+        ("source", 1, "without source letters", "source == 1 and step < 8"),
+        ("prompt", 3, "without prompts drawn again and again", "group in (1, 3, 9, 20)"),
+        ("differs", True, "without rows that the reward function now gives another reward", "trajectory in ("),
+    ],
+)
+def test_search_names_rows_that_stand_out(column: str, value: int | str, label: str, where: str) -> None:
     table = rows(range(8))
-    unchanged = leaving_out(table, lambda table: table["group"] == 0, trials)
-    cause, reason = search(table, 0, 8, lambda part: replace(unchanged(part), prevents=True))
-    assert cause is None and reason == "group 5 prevents the drop, but so do random groups with as many rows"
-    assert trials[-1].left_out == "a random group" and trials[-1].where != "group == 5"
-    cause, reason = search(table, 0, 8, lambda part: replace(unchanged(part), prevents=False))
-    assert cause is None and reason == "no part alone prevents the drop, only all steps together"
+    chosen = np.isin(table["group"], (1, 3, 9, 20))
+    if column != "prompt":
+        chosen &= np.arange(len(chosen)) % SIZE < 2
+    table[column] = np.where(chosen, value, table[column])
+    candidates = conspicuous_rows(table, "step < 8", ["sums", "letters"])
+    result = search(table, 0, 8, candidates, leaving_out(table, lambda _: chosen))
+    assert result.cause is not None and result.cause.rows == int(chosen.sum())
+    assert result.cause.change.label == label and result.cause.change.where.startswith(where)
+    assert (Selection(result.cause.change.where).mask(table) == chosen).all()
+
+
+def test_no_rows_stand_out_where_all_are_alike() -> None:
+    table = rows(range(8)) | {"staleness": np.zeros(8 * GROUPS * SIZE, int)}
+    assert conspicuous_rows(table, "step < 8") == []
+    assert conspicuous_rows(table | {"differs": np.ones(8 * GROUPS * SIZE, bool)}, "step < 8", ["sums"]) == []
+
+
+def test_rows_that_stand_out_are_divided_further_and_few_are_tried_before_many() -> None:
+    table = rows(range(8))
+    table["finish"][table["group"] % 2 == 0] = "length"
+    table["staleness"] = np.where(table["group"] % 4 == 0, 2, 1)
+    result = search(
+        table, 0, 8, conspicuous_rows(table, "step < 8"), leaving_out(table, lambda table: table["group"] == 20)
+    )
+    assert labels(result)[0] == "without stale trajectories (staleness >= 2)"
+    assert not any("truncated" in trial.change.label for trial in result.trials)
+    assert result.cause is not None and result.cause.rows == SIZE
+
+
+def test_settings_of_before_a_resume_are_tried_first_and_divided() -> None:
+    table, before = rows(range(8)), RunConfig()
+    training_config = replace(before.training, learning_rate=0.1, beta2=0.5, ranks=2, advantage=DrGrpo())
+    after = replace(before, training=training_config, rollout=replace(before.rollout, temperature=0.5, instances=3))
+    keys = ["training.learning_rate", "training.beta2", "training.advantage", "rollout.temperature"]
+    assert sorted(changed_settings(before, after)) == sorted(keys) and not changed_settings(after, after)
+    restored = restore_settings(after, before, keys)
+    assert changed_settings(before, restored) == [] and restored.rollout.instances == 3
+    change = settings_change(before, after, 4)
+    result = search(
+        table, 0, 8, [change], lambda change: trial(change, prevents="training.beta2" in dict(change.settings))
+    )
+    assert result.cause is not None and result.cause.change.settings == (("training.beta2", "0.95"),)
+    assert result.cause.change.label == "with training.beta2 = 0.95 as before step 4" and result.cause.rows == 0
+    assert len(result.trials) <= 1 + 2 * 2 and not result.controls
+
+
+def test_a_part_of_the_reward_is_the_cause_if_no_fewer_rows_are() -> None:
+    table = rows(range(8))
+    part, everything = Change(label="without the reward part short", reward_part="short"), len(table["step"])
+    attempt = leaving_out(table, lambda table: table["group"] >= 0)
+    result = search(table, 0, 8, [part], lambda change: trial(part, everything) if change is part else attempt(change))
+    assert result.cause is not None and result.cause.change is part and not result.controls
+    attempt = leaving_out(table, lambda table: table["group"] == 7)
+    result = search(table, 0, 8, [part], lambda change: trial(part, everything) if change is part else attempt(change))
+    assert result.cause is not None and result.cause.change.where == "group == 7"
+
+
+def test_a_change_is_no_cause_if_random_groups_prevent_the_drop_as_well() -> None:
+    table = rows(range(8))
+    unchanged = leaving_out(table, lambda table: table["group"] == 0)
+    result = search(table, 0, 8, [], lambda change: replace(unchanged(change), prevents=True))
+    assert result.cause is None
+    assert result.reason == "without group 5 prevents the drop, but so do random groups with as many rows"
+    assert {control.change.label for control in result.controls} == {"without a random group"}
+    result = search(table, 0, 8, [], lambda change: replace(unchanged(change), prevents=False))
+    assert result.cause is None and not result.controls
+    assert result.reason == "no change alone prevents the drop, only leaving out all steps together"
+
+
+def test_a_search_trains_at_most_twenty_times() -> None:
+    table = rows(range(4096))
+    result = search(table, 0, 4096, [], leaving_out(table, lambda table: table["group"] == table["group"][-1]))
+    assert result.is_limited and len(result.trials) + len(result.controls) == MAX_TRIALS
+    assert result.cause is not None and result.cause == [t for t in result.trials if t.prevents][-1]
 
 
 @pytest.mark.parametrize("groups", [1, 5, 24, 40, 48])
-def test_random_parts_have_the_rows_of_as_many_other_groups(groups: int, trials: list[Trial]) -> None:
+def test_controls_have_the_rows_of_as_many_other_groups(groups: int) -> None:
     table = rows(range(8))
-    part = leaving_out(table, lambda table: table["group"] == 0, trials)(RowSubset("", f"group < {groups}"))
-    masks = [Selection(control.where).mask(table) for control in random_parts(table, part)]
+    part = leaving_out(table, lambda table: table["group"] == 0)(Change(label="", where=f"group < {groups}"))
+    masks = [Selection(control.where).mask(table) for control in random_groups(table, part)]
     assert len(masks) == NUM_CONTROLS and {int(mask.sum()) for mask in masks} == {part.rows}
     assert groups > 24 or not any((mask & (table["group"] < groups)).any() for mask in masks)
 
@@ -138,8 +231,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("bisected")
     (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
     (folder / "mine.py").write_text(REWARDS)
-    reward = f"reward.function={folder / 'mine.py'}:length"
-    return run(folder / "job.toml", "task.eval_prompts=12", reward).run_dir
+    parts = [f"reward.parts.{name}.function={folder / 'mine.py'}:length" for name in ("one", "two")]
+    return run(folder / "job.toml", "task.eval_prompts=12", *parts, "reward.parts.two.weight=-2").run_dir
 
 
 def test_unchanged_training_gives_the_weights_of_the_run_and_no_cause(stored: Path) -> None:
@@ -151,19 +244,130 @@ def test_unchanged_training_gives_the_weights_of_the_run_and_no_cause(stored: Pa
 
 
 @pytest.mark.parametrize("since", [0, 1])
-def test_training_without_a_part_gives_the_weights_of_unlearning_it(stored: Path, tmp_path: Path, since: int) -> None:
+def test_training_without_rows_gives_the_weights_of_unlearning_them(stored: Path, tmp_path: Path, since: int) -> None:
     copy, where = Path(shutil.copytree(stored, tmp_path / "copy")), "step == 1 and trajectory % 2 == 0"
-    plan = bisection.make_plan(copy, since, 3)
-    store, config = VersionedStore.open(copy / "store"), plan.offline.config
-    with open_policy(config, config, config.steps, store.header.held_out, shared=False) as policy:
-        trainer = bisection._PartialTrainer(plan, store, policy, tmp_path)
-        rewards = trainer.train(trainer.trained_rows(where))
-        weights = policy.apply_to_weights(fingerprint)
+    with opened(copy, tmp_path, since) as repeated:
+        repeated.restore_earlier_version()
+        change = Change(label="", where=where)
+        rewards = repeated.train(change)
+        weights = repeated._opened.apply_to_weights(fingerprint)
+        assert repeated.num_changed_rows(change) == 8
+        assert repeated.train(UNCHANGED) and repeated.same_weights
     assert len(rewards) == 12
     offline, _ = unlearning.make_plan(copy, tmp_path / "unlearned", where, "without")
     result = training.train(offline, lambda _: None)
     assert fingerprint(load_file(Path(result.checkpoint) / "model.safetensors")) == weights
-    assert weights != next(record.weight_fingerprint for record in store.commits() if record.step == 2)
+    records = VersionedStore.open(copy / "store").commits()
+    assert weights != next(record.weight_fingerprint for record in records if record.step == 2)
+
+
+def opened(run_dir: Path, folder: Path, since: int = 1) -> contextlib.closing[bisection._RepeatedTraining]:
+    plan, work = bisection.make_plan(run_dir, since, 3), folder / "work"
+    work.mkdir()
+    return contextlib.closing(
+        bisection._RepeatedTraining(plan, VersionedStore.open(run_dir / "store"), work, shared=False)
+    )
+
+
+def test_a_part_of_the_reward_is_left_out_of_advantages(stored: Path, tmp_path: Path) -> None:
+    """One of two parts that are one function, weighted 1 and -2, has the sign of neither the other nor the sum."""
+    with opened(stored, tmp_path) as repeated:
+        changes = {change.reward_part: change for change in repeated.row_changes()}
+        removed, rewards = repeated._apply(changes["two"])
+        window, stored_rewards = repeated._window_mask, repeated._columns["reward"]
+        assert not removed.any() and (rewards[window] == -stored_rewards[window]).all()
+        assert (repeated._apply(changes["one"])[1][window] == 2 * stored_rewards[window]).all()
+        assert repeated.num_changed_rows(changes["one"]) == int(np.sum(stored_rewards[window] != 0)) > 0
+        assert not repeated.table["differs"].any() and len(repeated.table["prompt"]) == 32
+        table, config = repeated._columns, repeated._plan.former
+        none = np.zeros(len(window), bool)
+        negative = unlearning.estimate_remaining_advantages(config, table, window, none, rewards)
+        np.testing.assert_allclose(negative[window], -table["advantage"][window], atol=1e-5)
+        assert (unlearning.estimate_remaining_advantages(config, table, window, none) == table["advantage"]).all()
+
+
+def test_rows_with_another_reward_now_and_another_metric(stored: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(stored.parents[1], tmp_path / "copy"))
+    reward = stored.parents[1] / "mine.py"
+    text = reward.read_text()
+    try:
+        reward.write_text(text.replace("len(answer) % 3", "(len(answer) % 3) % 2"))
+        with opened(copy / stored.relative_to(stored.parents[1]), tmp_path) as repeated:
+            repeated.row_changes()
+            assert (repeated.table["differs"] == (repeated._columns["reward"][repeated._window_mask] == -2)).all()
+    finally:
+        reward.write_text(text)
+    plan = bisection.make_plan(stored, 2, 3, "one.letters")
+    result = bisection.bisect(plan, lambda _: None)
+    assert result.metric == "one.letters" and (result.reward_at.mean or 0) > 2
+    with pytest.raises(ConfigError, match=r"--metric letters: the reward has no such part; there are reward, one, "):
+        bisection.bisect(replace(plan, metric="letters"), lambda _: None)
+
+
+SECOND_SOURCE = """
+[[task]]
+name = "letters"
+source = "reasoning_gym:chain_sum"
+options = {{ min_terms = 4, max_terms = 4, min_digits = 1, max_digits = 1 }}
+reward = "{folder}/mine.py:length"
+max_new_tokens = 7
+eval_prompts = 10
+"""
+
+
+def test_a_source_is_a_change_and_each_has_its_held_out_prompts(tmp_path: Path, tiny_model: Path) -> None:
+    text = JOB.format(runs=tmp_path / "runs", steps=1, model=tiny_model).replace("[task]", '[[task]]\nname = "sums"')
+    (tmp_path / "job.toml").write_text(text + SECOND_SOURCE.format(folder=tmp_path))
+    (tmp_path / "mine.py").write_text(REWARDS)
+    folder = run(tmp_path / "job.toml").run_dir
+    plan = bisection.make_plan(folder, 0, 1)
+    result = bisection.bisect(plan, lambda _: None)
+    assert result.same_weights and result.reward_at.num_prompts == 8 + 10
+    (tmp_path / "work").mkdir()
+    store = VersionedStore.open(folder / "store")
+    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work", shared=False)) as repeated:
+        where = {change.label: change.where for change in repeated.row_changes()}
+        assert where["without source letters"] == "source == 1 and step >= 0 and step < 1"
+        count = repeated.num_changed_rows(Change(label="", where=where["without source letters"]))
+        assert count == int(np.sum(repeated.table["source"] == 1)) > 0
+
+
+def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored: Path, tmp_path: Path) -> None:
+    """The job's learning rate, group statistics and temperature change at version 3; the training is repeated over the
+    change bit for bit, and with the former settings it equals offline training with them."""
+    shutil.copytree(stored.parents[1], tmp_path / "copy")
+    folder = tmp_path / "copy" / stored.relative_to(stored.parents[1])
+    changed = load_job(folder, ("steps=4", "training.learning_rate=0.01", "training.advantage='dr_grpo'"))
+    asyncio.run(execute(changed, RunListener(), resume=True))
+    plan = bisection.make_plan(folder, 2, 4)
+    assert [(part.start, part.stop) for part in plan.window] == [(2, 3), (3, 4)]
+    (tmp_path / "work").mkdir()
+    store = VersionedStore.open(folder / "store")
+    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work", shared=False)) as repeated:
+        repeated.restore_earlier_version()
+        repeated.train(UNCHANGED)
+        assert repeated.same_weights
+        (change,) = repeated.setting_changes()
+        assert dict(change.settings) == {"training.learning_rate": "0.001", "training.advantage": '{ name = "grpo" }'}
+        repeated.train(change)
+        weights = repeated._opened.apply_to_weights(fingerprint)
+    former = load_job(folder, file="config.1.toml")
+    offline = training.make_plan(folder, tmp_path / "out")
+    offline = replace(offline, config=replace(former, steps=4, task=replace(former.task, eval_prompts=0)), exact=False)
+    table = store.table()
+    consumed = table["fate"] == unlearning.CONSUMED_CODE
+    expected = unlearning.estimate_remaining_advantages(
+        changed, table, consumed & (table["step"] == 3), np.zeros(len(consumed), bool), None, former
+    )
+    assert (expected != table["advantage"]).any()
+    with open_policy(offline.config, offline.config, 4, store.header.held_out, shared=False) as policy:
+        for step, positions in repeated_steps.select_consumed_rows(store, "").items():
+            batch = [
+                row for row in repeated_steps.read_batch_rows(store, positions) if isinstance(row, EndedTrajectory)
+            ]
+            pairs = zip(batch, expected[positions], strict=True)
+            repeated_steps.train_step(policy, step, [replace(row, advantage=float(value)) for row, value in pairs])
+        assert policy.apply_to_weights(fingerprint) == weights
 
 
 @pytest.mark.parametrize(
@@ -194,32 +398,71 @@ def test_the_default_earlier_version_is_the_best_evaluated_version(stored: Path,
     assert bisection.best_version_before(tmp_path, 4) == 0
 
 
+def result_of(*, found: bool) -> Bisection:
+    base, other = {str(i): [0.0] for i in range(12)}, {str(i): [float(i > 2)] for i in range(12)}
+    difference, low, high = paired_difference(base, other), estimate([*base.values()]), estimate([*other.values()])
+
+    def attempt(label: str, where: str, rows: int, *, prevents: bool) -> Trial:
+        return Trial(
+            change=Change(label=label, where=where), rows=rows, reward=0.75, interval=high.interval,
+            difference=difference, prevents=prevents,
+        )  # fmt: skip
+
+    step = attempt("without step 1", "step >= 1 and step <= 1", 32, prevents=True)
+    group = attempt("without group 9", "group == 9", 4, prevents=found)
+    controls = [attempt(f"without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2)]
+    return Bisection(
+        run="runs/a b", metric="reward", since=1, at=3, reward_since=high, reward_at=low, reward_change=difference,
+        same_weights=found, trials=(step, group), controls=tuple(controls), cause=group if found else None,
+        reason="" if found else "no change alone prevents it", is_limited=not found,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("found", [True, False])
-def test_the_command_prints_each_part_and_how_to_unlearn_the_smallest(
+def test_the_command_prints_each_change_and_how_to_unlearn_the_smallest(
     stored: Path, monkeypatch: pytest.MonkeyPatch, found: bool
 ) -> None:
-    difference = paired_difference({str(i): [0.0] for i in range(12)}, {str(i): [float(i > 2)] for i in range(12)})
-    step = Trial(
-        left_out="step 1", where="step >= 1 and step <= 1", rows=32, reward=0.75, difference=difference, prevents=True
-    )
-    group = Trial(left_out="group 9", where="group == 9", rows=4, reward=0.75, difference=difference, prevents=found)
-    result = Bisection(
-        since=1, at=3, reward_since=0.8, reward_at=0.25, reward_change=difference, same_weights=found,
-        trials=(step, group), cause=group if found else None, reason="" if found else "no part alone prevents it",
-    )  # fmt: skip
-    monkeypatch.setattr(staleflow.Run, "bisect", lambda self, at, **_: result)
+    monkeypatch.setattr(staleflow.Run, "bisect", lambda self, at, **_: result_of(found=found))
     end = command("bisect", stored, "--at", 3)
     assert end.returncode == 0, end.stderr
     first, *lines = end.stdout.splitlines()
-    assert first == "held-out reward: version 1 0.800, version 3 0.250"
+    assert first == "held-out reward: version 1 0.750, version 3 0.000"
     assert ("not verified: the training repeated here gives other weights" in end.stdout) is not found
-    assert "  without step 1      32 rows  0.750  +0.750 (p 0.004)  prevents it" in lines
+    assert "  without step 1              32 rows  0.750  +0.750 (p 0.004)  prevents it" in lines
+    average = "0.750 on average, standard deviation 0.000"
+    assert f"error bar: 2 times without random groups of as many rows: {average}" in lines
+    assert any("limit of 20 trainings" in line for line in lines) is not found
     if found:
-        assert lines[-3] == "smallest part tried that prevents it: group 9, 4 rows"
-        assert lines[-1] == f"  staleflow unlearn {stored} --where 'group == 9'"
+        assert lines[-3] == "smallest change tried that prevents it: without group 9, 4 rows"
+        assert lines[-1] == "  staleflow unlearn 'runs/a b' --where 'group == 9'"
     else:
-        assert lines[-1] == "no cause found: no part alone prevents it"
+        assert lines[-1] == "no cause found: no change alone prevents it"
     assert json.loads(command("bisect", stored, "--at", 3, "--json").stdout)["since"] == 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_page_shows_each_change_and_runs_nothing(tmp_path: Path, found: bool) -> None:
+    result = bisection_page.write(tmp_path, result_of(found=found))
+    text = Path(result.page).read_text()
+    assert result.page == str(tmp_path / "bisect-3.html")
+    assert text.count('class="row') == 2 + 4 + 1 and text.count("without group 1&lt;script&gt;") == 1
+    assert "<script" not in text and "http" not in text and text.count(' cause"') == found
+    assert ("staleflow unlearn &#x27;runs/a b&#x27; --where &#x27;group == 9&#x27;" in text) is found
+
+
+@in_browser
+@pytest.mark.parametrize("width", [360, 800, 1280])
+async def test_the_page_fits_its_window(tmp_path: Path, width: int) -> None:
+    result = bisection_page.write(tmp_path, result_of(found=True))
+    async with open_page(viewport={"width": width, "height": 800}) as page:
+        await page.goto(f"file://{result.page}")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        strips, dots = page.locator(".row .strip"), page.locator(".row .dot")
+        assert (await strips.count(), await dots.count()) == (7, 6)
+        for number in range(6):
+            strip, dot = await strips.nth(number).bounding_box(), await dots.nth(number).bounding_box()
+            assert strip["x"] <= dot["x"] and dot["x"] + dot["width"] <= strip["x"] + strip["width"]
+            assert strip["width"] > 150
 
 
 def test_a_row_that_cannot_be_read_ends_the_bisection(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
