@@ -272,6 +272,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         header=dataclasses.replace(run_header(config), longest_prompt=longest_prompt),
         commit_s=config.deadlines.commit_s,
         resumed=resumed,
+        writes_resume_points=config.training.resume_every > 0,
         max_turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
         keeps_kv=config.has_environment,
         serves_drafts=drafts_from_responses(config),

@@ -94,6 +94,10 @@ class CoordinatorInspection:
         """Number of trajectories on each instance, as far as the coordinator knows. O(instances)."""
         return {instance.id: instance.num_running for instance in self._state.fleet}
 
+    def num_tokens(self, trajectory: TrajectoryId) -> int:
+        """Number of tokens of a live trajectory's response, as last reported."""
+        return self._state.live_trajectories[trajectory].tokens
+
     def is_drained(self, instance_id: InstanceId) -> bool:
         """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
         instance = self._state.fleet.get(instance_id)

@@ -64,7 +64,7 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
         table = store.table()
         bias = bias_report(store)
         records = store.commits()
-        weights = count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"})
+        weights = count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}, {})
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = report.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)

@@ -58,7 +58,7 @@ class StoredSnapshot:
     @cached_property
     def weight_lines(self) -> tuple[str, ...]:
         """Counts of verified, unverified and contradicted weights as lines; empty before the first pull."""
-        counts = count_outcomes(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps})
+        counts = count_outcomes(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps}, {})
         return counts.lines if counts.verified or counts.not_verified or counts.contradicted else ()
 
     @property

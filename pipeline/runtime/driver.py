@@ -330,7 +330,7 @@ class Driver:
             case commands.FetchPrompts():
                 self._background.spawn(self._draw_groups(command), "draw")
             case commands.Score():
-                self._score_queue.put(command.trajectory)
+                self._score_queue.put(command.trajectory, self._coordinator.num_tokens(command.trajectory))
             case commands.StepEnvironment() | commands.CloseEnvironment():
                 self._environment_hosts.put(command)
             case commands.Discard():

@@ -52,6 +52,8 @@ class ScoreQueue:
         self._queue: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._num_idle_workers = 0
         """Number of reward workers that wait for work."""
+        self._num_tokens: dict[TrajectoryId, int] = {}
+        """Number of tokens of each response that is not scored."""
         self._waiting_for_group: list[TrajectoryId] = []
         self._release_timer: asyncio.TimerHandle | None = None
         self._num_sampled_by_group: dict[GroupId, int] = {}
@@ -74,8 +76,9 @@ class ScoreQueue:
         finally:
             self._moving.discard(name)
 
-    def put(self, trajectory: TrajectoryId) -> None:
-        """Queue a sampled response, together with those held back if it completes its group."""
+    def put(self, trajectory: TrajectoryId, num_tokens: int) -> None:
+        """Queue a sampled response of so many tokens, together with those held back if it completes its group."""
+        self._num_tokens[trajectory] = num_tokens
         self._waiting_for_group.append(trajectory)
         if self._completes_group(trajectory) or len(self._waiting_for_group) >= SCORE_BATCH:
             self._queue_waiting()
@@ -150,8 +153,9 @@ class ScoreQueue:
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
                 async with self._worker_locks[name]:
+                    num_tokens = tuple(self._num_tokens[trajectory] for trajectory in batch)
                     request = self._actors.ask(
-                        name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
+                        name, "score", SERVER, tuple(batch), num_tokens, deadline="call_s", within_s=allowed_s
                     )
                     scores = await self._ping_while_waiting(name, request)
             except (errors.ActorLost, errors.ActorFailed) as loss_error:
@@ -162,6 +166,8 @@ class ScoreQueue:
                 self._actors.record_loss(name, loss_error)
                 await self._replace(name)
                 continue
+            for trajectory in batch:
+                self._num_tokens.pop(trajectory, None)
             for trajectory, reward, error in scores:
                 if error:  # only the first is a warning; each is stored with its trajectory
                     level = logging.DEBUG if self._has_logged_failure else logging.WARNING

@@ -8,6 +8,7 @@ commits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -131,7 +132,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
         for rows in _all_rows(store, single_consumption.READ_COLUMNS):
             consumption.add(rows)
         refusals = weight_counts.refusals(_records(store))
-        bound_findings, digests = _read_tokens(store, commits, consumption, run, max_tokens, refusals)
+        bound_findings, digests, sampled_tokens = _read_tokens(store, commits, consumption, run, max_tokens, refusals)
     except StoreUnavailable:
         raise
     except StoreError as error:
@@ -161,7 +162,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
         max_staleness=consumption.max_staleness,
         checks=CHECKS,
         findings=tuple(findings),
-        weights=weight_counts.count_outcomes(_records(store), published),
+        weights=weight_counts.count_outcomes(_records(store), published, sampled_tokens),
     )
 
 
@@ -259,9 +260,9 @@ def _read_tokens(
     run: Runner,
     max_tokens: int,
     refusals: tuple[Refusal, ...],
-) -> tuple[list[Finding], dict[int, str]]:
-    """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
-    StoreError at the first row that cannot be read."""
+) -> tuple[list[Finding], dict[int, str], Counter[tuple[str, int]]]:
+    """Violations of the bound and tokens of instances that were out of service, the hash of each step's batch, and the
+    number of sampled tokens by (instance, version). Raises StoreError at the first row that cannot be read."""
     ranges = list(_ranges(commits, consumption.num_rows))
     step_rows = consumption.step_ranges()
     starts = np.asarray([first for first, _ in ranges], np.int64)
@@ -288,7 +289,8 @@ def _read_tokens(
             start=min(starts_of_steps), stop=max(stops), steps=frozenset(divided_steps), max_tokens=max_tokens
         )
         digests |= hash_batches(store, rows)
-    return [finding for result in results for finding in result.findings], digests
+    sampled_tokens = sum((result.sampled_tokens for result in results), Counter[tuple[str, int]]())
+    return [finding for result in results for finding in result.findings], digests, sampled_tokens
 
 
 def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int, int]]:

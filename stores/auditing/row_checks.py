@@ -7,6 +7,7 @@ of rows can be checked by several processes.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
 from staleflow.stores.auditing.weight_counts import Refusal, refused_token_findings
 from staleflow.stores.context_branches import ContextBranch
-from staleflow.stores.errors import StoreError, StoreUnavailable
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
 from staleflow.stores.trajectories.layout import parse_span
 from staleflow.stores.trajectories.reader import BLOCK_ROWS, SPAN_COLUMNS, StoreReader
@@ -58,13 +59,23 @@ class RowCheckResult:
     findings: list[Finding] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     """Hashes of batches, by step."""
+    sampled_tokens: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Number of sampled tokens by (instance, version)."""
     error: str = ""
     """Why a row, and all after it, could not be read; empty if all could."""
 
 
 def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowCheckResult:
-    """Call `check_rows` with plain values, for workers."""
-    return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
+    """Call `check_rows` with plain values, for workers. Raises ConfigError if this process cannot open the store, which
+    the process that audits can."""
+    try:
+        store = StoreReader.at(Path(path), snapshot)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:  # not damage: the audit has opened it
+        remedy = "audit it without --scheduler, or where its workers see the folder"
+        raise ConfigError(f"a worker cannot open the store: {error}; {remedy}") from error
+    return check_rows(store, eta, rows)
 
 
 def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
@@ -75,6 +86,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
     try:
         for block in read_blocks(store, rows.start, rows.stop, rows.max_tokens):
             result.findings += _check_rows(block, eta)
+            result.sampled_tokens += block.spans.sampled_tokens()
             if rows.refusals:
                 result.findings += _refused_tokens(block, number, rows.refusals)
             number += len(block.rows)
@@ -128,14 +140,22 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, str, int, int, float, int]]) -> Spans:
-        """Build the arrays from tuples of row, instance, version, tokens, seconds and `after`. Raises OverflowError for
-        numbers beyond 64 bits."""
+        """Build the arrays from tuples of row, instance, version, tokens, seconds and `parent_end`. Raises
+        OverflowError for numbers beyond 64 bits."""
         table = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
         rows, versions, sizes, parent_ends = table.reshape(-1, 4).T
         instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
         return cls(
             instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, parent_ends=parent_ends
         )
+
+    def sampled_tokens(self) -> Counter[tuple[str, int]]:
+        """Count the sampled tokens by (instance, version)."""
+        counts = Counter[tuple[str, int]]()
+        for instance, version, size in zip(self.instances, self.versions.tolist(), self.sizes.tolist(), strict=True):
+            if version != NO_VERSION:
+                counts[instance, version] += size
+        return counts
 
     def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
         """Context branches by row, for rows that have any. prompts: prompt length of each row."""
@@ -201,7 +221,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
 
 
 def _of_span(span: Span) -> tuple[str, int, int, float, int]:
-    """(instance, version, tokens, seconds, after) of a span."""
+    """(instance, version, tokens, seconds, parent_end) of a span."""
     if isinstance(span, EnvSpan):
         return span.role, NO_VERSION, len(span.tokens), span.seconds, -1 if span.parent_end is None else span.parent_end
     return span.instance, span.version, len(span.tokens), 0.0, -1

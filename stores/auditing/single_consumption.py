@@ -79,6 +79,8 @@ class ConsumedRows:
             )
         counts = self._merged_counts()
         group_sizes = {int(step): counts[a:b, 2] for step, a, b in _equal_ranges(counts[:, 0])}
+        for step in sorted(set(group_sizes) - set(trained_steps)):
+            yield Finding(check=CHECK, location=f"step {step}", message="consumed rows, and no commit trained it")
         for step in sorted({*trained_steps, *group_sizes}):
             step_sizes = group_sizes.get(step, np.zeros(0, np.int64))
             if len(step_sizes) != header.groups_per_step or set(step_sizes.tolist()) != {header.group_size}:

@@ -28,6 +28,9 @@ class WeightCounts:
     parts_contradicted: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     """Parts that were not verified, by reason."""
+    unchecked_tokens: int = 0
+    """Sampled tokens of the run under a version of which no pull by their instance is stored: the checks of pulls since
+    the last commit are lost with a driver that is killed."""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -45,7 +48,10 @@ class WeightCounts:
         ]
         if not self.verified:
             lines[0] = f"weights of instances: NOT VERIFIED at any pull ({lines[0].partition(': ')[2]})"
-        return (*lines, *(f"not verified: {count} parts, {reason}" for reason, count in sorted(self.reasons.items())))
+        lines += [f"not verified: {count} parts, {reason}" for reason, count in sorted(self.reasons.items())]
+        if self.verified and self.unchecked_tokens:
+            lines.append(f"not verified: {self.unchecked_tokens} sampled tokens, no pull of their version is stored")
+        return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +109,21 @@ def refused_token_findings(
             yield Finding(check=CHECK, location=location, message=message)
 
 
-def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
-    """Count the outcomes of pulls in a run's records. published: stored fingerprints by version."""
+def count_outcomes(
+    records: Iterable[StepRecord], published: Mapping[int, str], sampled_tokens: Mapping[tuple[str, int], int]
+) -> WeightCounts:
+    """Count the outcomes of pulls in a run's records.
+
+    Args:
+        records: The records.
+        published: Stored fingerprints by version.
+        sampled_tokens: Number of sampled tokens by (instance, version).
+    """
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
+    pulled: set[tuple[str, int]] = set()
     for record in records:
         for check in record.weight_checks:
+            pulled.add((str(check.instance), int(check.version)))
             fingerprint = published.get(check.version, check.fingerprint)
             outcome = check.outcome if check.fingerprint == fingerprint else "contradicted"
             pulls[outcome] += 1
@@ -122,6 +138,7 @@ def count_outcomes(records: Iterable[StepRecord], published: Mapping[int, str]) 
         parts_not_verified=reasons.total(),
         parts_contradicted=parts["contradicted"],
         reasons={reason: count for reason, count in reasons.items() if count},
+        unchecked_tokens=sum(count for sampler, count in sampled_tokens.items() if sampler not in pulled),
     )
 
 
@@ -132,6 +149,8 @@ def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator
         fingerprint = published.get(check.version, check.fingerprint)
         if check.outcome == "contradicted" or check.fingerprint != fingerprint:
             why = check.refused or f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}"
+            if not check.refused and not check.drift <= check.limit:
+                why = f"its logprobs differed by {check.drift:.3g} nats, limit {check.limit:.3g}"
             event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
             message = f"{check.instance} {event} at version {check.version}: {why}"
             yield Finding(check=CHECK, location=location, message=message)

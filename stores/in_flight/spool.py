@@ -145,7 +145,8 @@ class Spool:
         self._parts[number] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._path(number).write_bytes(HEADER)
+            with self._path(number).open("xb") as file:  # a server that replaces this one may have begun the part
+                file.write(HEADER)
         except OSError as error:
             self._fail(error)
         else:

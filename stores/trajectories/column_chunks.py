@@ -56,7 +56,8 @@ class _ChunkedArray:
         await self._write("zarr.json", json.dumps(self.metadata).encode())
         for i in range(-(-len(new_values) // self.chunk_length)):
             chunk_values = new_values[i * self.chunk_length : (i + 1) * self.chunk_length]
-            if (chunk_values != self._fill).any():  # chunks with only the fill value are not stored
+            # Chunks with only the fill value are not stored. Bytes are compared, because -0.0 == 0.0.
+            if chunk_values.tobytes() != self._fill_rows(len(chunk_values)).tobytes():
                 chunk = np.concatenate([chunk_values, self._fill_rows(self.chunk_length - len(chunk_values))])
                 await self._write(self._key(chunk_index + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 

@@ -7,8 +7,7 @@ is created atomically: until it is complete it has a temporary name that is neve
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import reader
-from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
+from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at, temporary_branch
 from staleflow.stores.trajectory import NO_VERSION
 
 COPIED_AT_ONCE = 16 * 65_536
@@ -128,23 +127,14 @@ def _commit_branch(
     check_branch_name(path, name)
     repository = repository_at(path)
     parent = store.snapshot
-    _remove(repository, (b for b in repository.list_branches() if b.startswith(INCOMPLETE)))  # left by killed writers
-    temporary_name = f"{INCOMPLETE}{secrets.token_hex(4)}"
-    repository.create_branch(temporary_name, parent)
     try:
-        session = repository.writable_session(temporary_name)
-        root: Any = zarr.open_group(session.store, mode="r+")
-        change(root)
-        root.attrs["lineage"] = {**lineage, "parent": parent}
-        snapshot = str(session.commit(f"{kind}: {name}", metadata={"kind": kind}))
-        repository.create_branch(name, snapshot)
-        return snapshot
+        with temporary_branch(repository, parent) as temporary_name:
+            session = repository.writable_session(temporary_name)
+            root: Any = zarr.open_group(session.store, mode="r+")
+            change(root)
+            root.attrs["lineage"] = {**lineage, "parent": parent}
+            snapshot = str(session.commit(f"{kind}: {name}", metadata={"kind": kind}))
+            repository.create_branch(name, snapshot)
+            return snapshot
     except (icechunk.IcechunkError, OSError) as error:
         raise StoreError(f"{path}: branch {name!r} could not be stored: {error}") from error
-    finally:
-        _remove(repository, [temporary_name])
-
-
-def _remove(repository: Any, names: Iterable[str]) -> None:
-    for name in list(names):
-        repository.delete_branch(name)

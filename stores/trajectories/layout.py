@@ -192,6 +192,8 @@ def parse_span(instance: str, version: int, size: int, *env_values: float) -> tu
     `parent_end` is -1 if no branch begins with the span."""
     if len(env_values) not in ((1, 2) if version == NO_VERSION else (0,)):
         raise ValueError(f"a span of version {version} with {len(env_values)} further numbers")
+    if size < 0:
+        raise ValueError(f"a span of {size} tokens")
     seconds, parent_end = (*env_values, -1)[:2] if env_values else (0.0, -1)
     if len(env_values) == 2 and parent_end < 0:
         raise ValueError(f"a branch that goes on after token {parent_end}")

@@ -100,7 +100,8 @@ class StepRecord:
 
     kind: str
     """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on;
-    "refusal", an instance that was taken out of service for its weights."""
+    "refusal", an instance that was taken out of service for its weights, or checks of weights whose commit was
+    undone."""
     step: int
     """Number of the training step, from 0: step k trains policy version k and publishes version k + 1. Of other kinds,
     the step that was next."""

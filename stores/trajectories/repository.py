@@ -11,8 +11,10 @@ import contextlib
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ MAIN = "main"
 CREATED = "created"
 """Kind of the commit that a store begins with."""
 INCOMPLETE = "part-"
-"""Prefix of the names of incomplete branches, which are never listed."""
+"""Prefix of the names of temporary branches, which are never listed. The time of their creation follows."""
+ABANDONED_S = 24 * 3600.0
+"""Age in seconds after which a temporary branch is removed."""
 MANIFEST_CHUNKS = 64
 """Chunks per manifest: without a limit each commit would rewrite a manifest that grows with the run."""
 
@@ -55,12 +59,13 @@ def open_repository(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def creating_repository(path: Path, url: str = "") -> Iterator[Any]:
+def creating_repository(path: Path, url: str = "", job: str = "") -> Iterator[Any]:
     """Context manager: create a repository, which `path` names once the block ends without an error. If the process is
     killed before, a folder of another name is left, or in a bucket a repository without commits, which the next attempt
-    uses. url: of a store in a bucket. Raises Icechunk's errors, OSError, ConfigError, StoreError."""
+    uses. url, job: of a store in a bucket, as in RunHeader. Raises Icechunk's errors, OSError, ConfigError,
+    StoreError."""
     if url:
-        yield _unused(url)
+        yield _unused(url, job)
         write_url_file(path, url)
         return
     tmp_path = path.with_name(f".{path.name}.part")
@@ -82,13 +87,21 @@ def check_bucket(url: str, *, must_be_new: bool) -> None:
             _unused(url)
 
 
-def _unused(url: str) -> Any:
-    """The repository at a URL, created if it is not there. Raises ConfigError if a run has committed to it."""
+def _unused(url: str, job: str = "") -> Any:
+    """The repository at a URL, created if it is not there. Raises ConfigError if a run has committed to it, or if
+    another job has created its store there. job: the job file; empty if any may have."""
     storage = bucket_storage(url)
     if not icechunk.Repository.exists(storage):
         return icechunk.Repository.create(storage, config=_config())
     repository = icechunk.Repository.open(storage, config=_config())
-    if any(snapshot.metadata.get("kind", CREATED) != CREATED for snapshot in repository.ancestry(branch=MAIN)):
+    kinds = {str(snapshot.metadata.get("kind", "")) for snapshot in repository.ancestry(branch=MAIN)}
+    is_used = bool(kinds - {"", CREATED}) or repository.list_branches() != {MAIN}  # undone steps are on other branches
+    if not is_used and job and CREATED in kinds:
+        import zarr
+
+        attributes: Any = zarr.open_group(repository.readonly_session(MAIN).store, mode="r").attrs
+        is_used = attributes["header"].get("job") != job
+    if is_used:
         raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
     return repository
 
@@ -96,6 +109,27 @@ def _unused(url: str) -> Any:
 def branch_names(repository: Any) -> set[str]:
     """Names of the complete branches."""
     return {name for name in repository.list_branches() if not name.startswith(INCOMPLETE)}
+
+
+@contextlib.contextmanager
+def temporary_branch(repository: Any, snapshot: str) -> Iterator[str]:
+    """Context manager: a branch at a snapshot, for commits that become visible under another name. Yields its name, and
+    removes it at the end, with those that killed processes left a day ago or earlier."""
+    name = f"{INCOMPLETE}{int(time.time())}-{secrets.token_hex(4)}"
+    repository.create_branch(name, snapshot)
+    try:
+        yield name
+    finally:
+        for branch in repository.list_branches():
+            if branch == name or (branch.startswith(INCOMPLETE) and _is_abandoned(branch)):
+                with contextlib.suppress(icechunk.IcechunkError):  # another process may have removed it
+                    repository.delete_branch(branch)
+
+
+def _is_abandoned(branch: str) -> bool:
+    """Whether a temporary branch is too old for a process that still works on it."""
+    created = branch.removeprefix(INCOMPLETE).partition("-")[0]
+    return not created.isdecimal() or time.time() - int(created) > ABANDONED_S
 
 
 def snapshot_of(repository: Any, step: int, path: Path) -> str:

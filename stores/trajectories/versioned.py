@@ -50,6 +50,7 @@ from staleflow.stores.trajectories.repository import (
     open_repository,
     snapshot_of,
     store_error,
+    temporary_branch,
     url_of,
 )
 from staleflow.stores.trajectory import EndedTrajectory
@@ -92,7 +93,7 @@ class VersionedStore(StoreReader):
             raise StoreError(f"{problem}: there is one already")
         with (
             raised_as(StoreError, problem, icechunk.IcechunkError, OSError, describe=first_line),
-            creating_repository(path, header.url) as repository,
+            creating_repository(path, header.url, header.job) as repository,
         ):
             session = repository.writable_session(MAIN)
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
@@ -131,8 +132,8 @@ class VersionedStore(StoreReader):
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps. Returns the number of undone steps.
 
-        Undone steps stay readable on a branch named after their last commit. Records of instances that were taken out
-        of service are kept.
+        Undone steps stay readable on a branch named after their last commit. Kept are the checks of instances that were
+        taken out of service, and of weights up to version `num_steps`. If it is interrupted, it can be repeated.
 
         Args:
             path: Path of the store.
@@ -140,7 +141,6 @@ class VersionedStore(StoreReader):
             undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
         """
         num_undone, has_ended = 0, False
-        refused_checks: tuple[WeightCheck, ...] = ()
         try:
             repository = open_repository(path)
             with lock_head(path):
@@ -151,18 +151,24 @@ class VersionedStore(StoreReader):
                     num_undone += kind == "step"
                     has_ended |= kind == "end"
                 if num_undone or (has_ended and undo_end):
-                    refused_checks = _refusals_after(cls.open(path).commits(), num_steps)
                     head = repository.lookup_branch(MAIN)
-                    repository.create_branch(f"undone-{head}", head)
-                    repository.reset_branch(MAIN, snapshot.id)
+                    if f"undone-{head}" not in repository.list_branches():  # an interrupted attempt may have made it
+                        repository.create_branch(f"undone-{head}", head)
+                    kept_checks = _checks_to_keep(cls.open(path).commits(), num_steps)
+                    with temporary_branch(repository, str(snapshot.id)) as branch:
+                        if kept_checks:
+                            cls(repository, at_snapshot=None, location=str(path), branch=branch)._keep(kept_checks)
+                        repository.reset_branch(MAIN, repository.lookup_branch(branch))
         except (icechunk.IcechunkError, OSError) as error:
             raise store_error(path, f"cannot be set back to its first {num_steps} steps", error) from error
-        if refused_checks:
-            store = cls.open(path)
-            last_records = store.commits(-1)
-            ledger = last_records[0].ledger if last_records else EMPTY_LEDGER
-            store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused_checks), [])
         return num_undone
+
+    def _keep(self, weight_checks: tuple[WeightCheck, ...]) -> None:
+        """Commit checks of undone steps again."""
+        last_records = self.commits(-1)
+        ledger = last_records[0].ledger if last_records else EMPTY_LEDGER
+        record = StepRecord(kind="refusal", step=ledger.next_step, ledger=ledger, weight_checks=weight_checks)
+        self._append_and_commit(record, [], _digest(record, []))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -219,7 +225,7 @@ class VersionedStore(StoreReader):
 
     def _append_and_commit(self, record: StepRecord, rows: Sequence[EndedTrajectory], digest: str) -> str:
         """Append the rows and the record, and commit. Returns the snapshot."""
-        session = self._repository.writable_session(MAIN)
+        session = self._repository.writable_session(self._branch)
         root = zarr.open_group(session.store, mode="r+")
         if self._ids is None:
             self._ids, self._entry = self._stored_ids(root), self._last_entry(root)
@@ -283,10 +289,12 @@ class VersionedStore(StoreReader):
         return stored, entry_of(text)
 
 
-def _refusals_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
-    """Records of instances taken out of service after the first `num_steps` training steps."""
+def _checks_to_keep(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
+    """Checks after the first `num_steps` training steps of weights that may have sampled work which a resumed run
+    continues, and of instances taken out of service."""
     start = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
-    return tuple(check for record in records[start:] for check in record.weight_checks if check.refused)
+    checks = (check for record in records[start:] for check in record.weight_checks)
+    return tuple(check for check in checks if check.refused or check.version <= num_steps)
 
 
 def _digest(record: StepRecord, ids: Sequence[int]) -> str:

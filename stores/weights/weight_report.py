@@ -76,8 +76,9 @@ class WeightCheck:
 
     @property
     def outcome(self) -> str:
-        """The outcome for the weights; "contradicted" for an instance that was taken out of service."""
-        return "contradicted" if self.refused else self.weights.outcome
+        """The outcome for the weights; "contradicted" for an instance that was taken out of service, or whose logprobs
+        differed too much."""
+        return "contradicted" if self.refused or not self.drift <= self.limit else self.weights.outcome
 
 
 def sum_reports(reports: Iterable[WeightReport]) -> WeightReport:

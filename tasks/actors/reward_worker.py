@@ -29,11 +29,13 @@ class RewardWorker:
     async def ping(self) -> None:
         """Return at once, also while responses are being scored."""
 
-    async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
+    async def score(
+        self, server: Any, trajectories: tuple[TrajectoryId, ...], num_tokens: tuple[int, ...]
+    ) -> list[tuple[TrajectoryId, float, str]]:
         """Score trajectories that are still live, and send the scores to the server. Returns (trajectory, reward,
-        error) of each, as the server recorded them."""
+        error) of each, as the server recorded them. num_tokens: of each response, as the driver knows them."""
         items: list[ScoringItem] = await call_actor(
-            server, "scoring_items", trajectories, timeout_s=self._call_s, actor_name="server"
+            server, "scoring_items", trajectories, num_tokens, timeout_s=self._call_s, actor_name="server"
         )
         scores = await self.score_texts([(item.text, item.record) for item in items])
         reward_items = [

@@ -26,6 +26,8 @@ class ServerSettings:
     header: RunHeader
     commit_s: float
     resumed: bool = False
+    writes_resume_points: bool = True
+    """Whether the run can be resumed from a point that the trainer writes."""
     max_turn_tokens: int
     """Token limit of a turn."""
     keeps_kv: bool

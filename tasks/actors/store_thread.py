@@ -108,13 +108,15 @@ class AsyncSpool:
         """Forget the entries of groups that are stored; see `Spool.mark_stored`."""
         await self._run(lambda: self._spool.mark_stored(step, groups))
 
-    async def forget_committed(self, step: int, groups: Iterable[GroupId], resume_points: ResumePoints) -> None:
+    async def forget_committed(
+        self, step: int, groups: Iterable[GroupId], resume_points: ResumePoints, first_version: int | None
+    ) -> None:
         """Forget the entries of a commit's groups, and remove the spool's files that none of the latest resume points
-        needs."""
+        needs. first_version: the version to resume from before there is a point; None if there will be none."""
 
         def prune() -> None:
             self._spool.mark_stored(step, groups)
-            self._spool.rotate(min(resume_points.latest(), default=None))
+            self._spool.rotate(min(resume_points.latest(), default=first_version))
 
         await self._run(prune)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from staleflow.stores.trajectory import (
     GroupId,
     PolicyVersion,
     TrajectoryId,
+    is_evaluation,
+    outcome_key,
 )
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors import in_flight_recovery, server_messages
@@ -121,12 +124,14 @@ class TrajectoryServer:
         """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
         their prompts."""
         started = in_flight_recovery.started_trajectories(self._in_flight)
+        evaluation_groups = {t.group for t in self._in_flight.live.values() if is_evaluation(t.id)}
         resumed = self._resume_entry(from_prompt)
         self._in_flight.apply(resumed)
         self._step_batches.forget_all()
         if not await self._async_spool.append([resumed]):
             # Otherwise a later resumption would recover entries that this one has undone.
             await self._async_spool.clear()
+        await self._async_spool.mark_stored(-1, evaluation_groups)  # evaluations are not resumed
         work = in_flight_recovery.recovered_work(self._in_flight, started, self._last_ledger)
         record = in_flight_recovery.resume_record(self._in_flight, work)
         if record is None:
@@ -355,8 +360,18 @@ class TrajectoryServer:
         await self._async_spool.append(applied_entries)
         return restarted
 
-    async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[server_messages.ScoringItem]:
-        """Return the responses to score of the trajectories that are still live."""
+    async def scoring_items(
+        self, trajectories: tuple[TrajectoryId, ...], num_tokens: tuple[int, ...]
+    ) -> list[server_messages.ScoringItem]:
+        """Return the responses to score of the trajectories that are still live. num_tokens: of each response, as the
+        driver knows them. Raises StoreError if one has fewer tokens here: they were lost with a server whose spool
+        could not be written."""
+        for trajectory, count in zip(trajectories, num_tokens, strict=True):
+            live = self._in_flight.live.get(trajectory)
+            if live is not None and live.num_tokens < count:
+                raise self._lost_with_server(
+                    f"response {trajectory}", f"it has {live.num_tokens} of {count} tokens, and cannot be scored"
+                )
         live_trajectories = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
         states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live_trajectories]
         by_group = await self._task_cache.records(t.group for t in live_trajectories)
@@ -408,11 +423,7 @@ class TrajectoryServer:
         applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
             if missing_ids := [t for t in trajectories if t not in self._in_flight.scored]:
-                raise StoreError(
-                    f"{self._spool.folder}: step {step} needs trajectories that were lost with the trajectory server, "
-                    f"since the spool could not be written: {missing_ids[:3]}; free space, then `staleflow resume` "
-                    "continues the run"
-                )
+                raise self._lost_with_server(f"step {step} needs trajectories", f"{missing_ids[:3]}")
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)
@@ -434,7 +445,8 @@ class TrajectoryServer:
         A refusal is stored without rows and with the ledger of the previous commit, because rows that ended since then
         may belong to a step in training. Fills in `record.ledger.live`: trajectories started by then that are neither
         stored nor in this commit. While the store's bucket fails, the commit is retried for deadlines.commit_s. Raises
-        StoreError.
+        StoreError, also if a batch or an end that the driver knows was lost with a server whose spool could not be
+        written.
         """
         started_s = time.monotonic()
         if record.kind == "refusal":
@@ -444,7 +456,15 @@ class TrajectoryServer:
         if record.kind == "refusal":
             await self._commit(record, [])
             return {"commit_s": time.monotonic() - started_s}
+        if record.kind == "step" and record.step not in self._in_flight.batches:
+            raise self._lost_with_server(f"the batch of step {record.step}", "its commit needs it")
         rows, metrics, record = await self._step_batches.contents(record)
+        num_ended = Counter(self._last_ledger.num_ended) + Counter(outcome_key(e.fate, e.reason) for e in rows)
+        if self._settings.resumed and num_ended != Counter(record.ledger.num_ended):
+            raise self._lost_with_server(
+                f"ends of trajectories before {record.kind} {record.step}",
+                f"the ledger counted {record.ledger.num_ended}, stored would be {dict(num_ended)}",
+            )
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - started_s}
 
@@ -479,13 +499,21 @@ class TrajectoryServer:
         if step is not None:
             self._step_batches.forget(step)
         self._task_cache.forget(ended_groups)
-        await self._async_spool.forget_committed(record.step, ended_groups, self._resume_points)
+        first_version = 0 if self._settings.writes_resume_points else None
+        await self._async_spool.forget_committed(record.step, ended_groups, self._resume_points, first_version)
 
     @property
     def _last_ledger(self) -> LedgerState:
         if self._last_record is None:
             return EMPTY_LEDGER
         return self._last_record.ledger
+
+    def _lost_with_server(self, subject: str, details: str) -> StoreError:
+        """Build the error for what the driver knows and this server does not."""
+        return StoreError(
+            f"{self._spool.folder}: {subject}, lost with the trajectory server, since the spool could not be written: "
+            f"{details}; free space, then `staleflow resume` continues the run"
+        )
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses. Takes up to a microsecond a token, so not on the event loop."""

@@ -141,7 +141,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
 
     async def scenario() -> None:
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
-        server = server_class(World())(replace(settings, serves_drafts=True), 0.0)
+        server = server_class(World())(replace(settings, serves_drafts=True, writes_resume_points=False), 0.0)
         ended = {"consumed:none": 0, "aborted:surplus_group": 0}
         for step in range(TRAJECTORIES // (2 * groups)):
             first = step * groups
@@ -149,7 +149,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
             ids = [TrajectoryId(i) for i in range(2 * first, 2 * (first + groups))]
             await server.requests(tuple(map(route_item, ids)))
             await server.deliver([response_of(i) for i in ids])
-            items = await server.scoring_items(tuple(ids))
+            items = await server.scoring_items(tuple(ids), (1,) * len(ids))
             await server.record_rewards(
                 [RewardItem(*item[:3], ScoredResponse(reward=float(item[0] % 2))) for item in items]
             )

@@ -74,7 +74,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
             requests_of: list[Any] = await server.requests(tuple(map(route_item, members)))
             messages = {request.trajectory: answers[request.tokens] for request in requests_of}
             await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
-            await reward.score(server, tuple(members))
+            await reward.score(server, tuple(members), (0,) * len(members))
             failed = tuple(member for member, text in messages.items() if text is None)
             concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed)
             await evaluating.finish(concluded)

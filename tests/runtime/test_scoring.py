@@ -21,7 +21,9 @@ class RecordingRewardWorkers:
         self.seconds = seconds
         self.calls: list[tuple[float, str, tuple[int, ...]]] = []
 
-    async def ask(self, name: str, method: str, server: object, batch: tuple[int, ...], **limits: Any) -> Any:
+    async def ask(
+        self, name: str, method: str, server: object, batch: tuple[int, ...], num_tokens: Any, **limits: Any
+    ) -> Any:
         assert method == "score"
         self.calls.append((round(asyncio.get_running_loop().time(), 3), name, batch))
         await asyncio.sleep(self.seconds * len(batch))
@@ -42,9 +44,10 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
         tasks = [asyncio.ensure_future(work) for work in scoring.coroutines()]
         for pause_s, trajectory in puts:
             await asyncio.sleep(pause_s)
-            scoring.put(TrajectoryId(trajectory))
+            scoring.put(TrajectoryId(trajectory), 1)
         await asyncio.sleep(60.0)
         assert len(scoring._num_sampled_by_group) <= MAX_GROUPS_COUNTED
+        assert not scoring._num_tokens, "scored responses are forgotten"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

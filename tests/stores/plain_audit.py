@@ -50,8 +50,19 @@ def plain_audit(store: StoreReader) -> AuditReport:
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),
-        weights=count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}),
+        weights=count_outcomes(
+            records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}, _sampled_tokens(rows)
+        ),
     )
+
+
+def _sampled_tokens(rows: Iterable[EndedTrajectory]) -> Counter[tuple[str, int]]:
+    """Number of sampled tokens by (instance, version)."""
+    counts = Counter[tuple[str, int]]()
+    for row in rows:
+        for segment in row.trajectory.segments:
+            counts[str(segment.instance), int(segment.version)] += len(segment.tokens)
+    return counts
 
 
 def _damage(store: StoreReader) -> Iterable[Finding]:
@@ -169,6 +180,8 @@ def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajecto
     trained = [r.step for r in records if r.kind == "step"]
     if trained != list(range(len(trained))):
         yield Finding(check="once", location="steps", message=f"steps are not 0, 1, 2, ...: {trained[:20]}")
+    for step in sorted(set(consumed) - set(trained)):
+        yield Finding(check="once", location=f"step {step}", message="consumed rows, and no commit trained it")
     for step in sorted({*trained, *consumed}):
         groups = consumed.get(step, Counter())
         if len(groups) != header.groups_per_step or set(groups.values()) != {header.group_size}:

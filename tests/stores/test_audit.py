@@ -405,6 +405,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
     ]
     if trained != list(range(len(trained))):
         expected.append(("steps", f"steps are not 0, 1, 2, ...: {trained}"))
+    expected += [(f"step {s}", "consumed rows, and no commit trained it") for s in sorted(steps) if s not in trained]
     expected += [
         (
             f"step {step}",
@@ -425,7 +426,7 @@ CHECK = st.builds(
         WeightReport, verified=st.integers(0, 2), contradicted=st.integers(0, 1),
         not_verified=st.dictionaries(st.sampled_from(["packed", "tied"]), st.integers(1, 2)),
     ),
-    drift=st.just(0.0), limit=st.just(1.0), refused=st.sampled_from(["", "its logprobs differ"]),
+    drift=st.sampled_from([0.0, 2.0]), limit=st.just(1.0), refused=st.sampled_from(["", "its logprobs differ"]),
 )  # fmt: skip
 SPAN = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(1, 3))
 
@@ -448,13 +449,17 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
         for check in checks:
             held.append((sum(count for count, _ in commits[:i]), check))
             other = check.version == 1 and check.fingerprint != "w1"  # only version 1 was published
-            pulls["contradicted" if other or check.refused else check.weights.outcome] += 1
+            differs = other or check.refused or check.drift > check.limit
+            pulls["contradicted" if differs else check.weights.outcome] += 1
             parts.update(verified=check.weights.verified, contradicted=check.weights.contradicted)
             reasons.update(check.weights.not_verified)
-    assert weight_counts.count_outcomes(records, {1: "w1"}) == WeightCounts(
+    sampled = Counter(dict.fromkeys([("a", 0), ("b", 1), ("c", 1)], 5))
+    pulled = {(check.instance, check.version) for _, check in held}
+    assert weight_counts.count_outcomes(records, {1: "w1"}, sampled) == WeightCounts(
         verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
         parts_verified=parts["verified"], parts_not_verified=sum(reasons.values()),
         parts_contradicted=parts["contradicted"], reasons=dict(reasons),
+        unchecked_tokens=5 * len(sampled.keys() - pulled),
     )  # fmt: skip
     refused = weight_counts.refusals(records)
     for number, spans in enumerate(rows):
@@ -489,6 +494,8 @@ def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:
     pulls, parts = WeightCounts(not_verified=2, contradicted=1, parts_verified=5).lines
     assert pulls == "weights of instances: NOT VERIFIED at any pull (0 pulls verified, 2 not verified, 1 contradicted)"
     assert parts == "5 parts verified, 0 not verified, 0 contradicted"
+    (*_, unchecked) = WeightCounts(verified=2, unchecked_tokens=7).lines
+    assert unchecked == "not verified: 7 sampled tokens, no pull of their version is stored"
 
 
 @pytest.mark.parametrize(

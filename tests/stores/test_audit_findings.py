@@ -7,6 +7,7 @@ import atexit
 import functools
 import importlib
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -289,6 +290,19 @@ def make_self_parent_branch(step: int, rows: list[EndedTrajectory]) -> list[Ende
     return [replace(r, trajectory=change(r.trajectory)) if r.trajectory.id == 1 else r for r in rows]
 
 
+def split_first_span(root: Any) -> None:
+    """Replace the first row's span by spans of as many tokens in all, one of them of a negative number."""
+    start, size = (int(root[f"rows/{name}"][0]) for name in ("text_offset", "text_bytes"))
+    extra = json.loads(root["text"][start : start + size].tobytes())
+    instance, version, count = extra["segments"][0]
+    extra["segments"][:1] = [[instance, version, count], [instance, version, -2], [instance, version, 2]]
+    text = json.dumps(extra, separators=(",", ":")).encode()
+    end = root["text"].shape[0]
+    root["text"].resize((end + len(text),))
+    root["text"][end:] = np.frombuffer(text, np.uint8)
+    root["rows/text_offset"][0], root["rows/text_bytes"][0] = end, len(text)
+
+
 def store_row_twice(root: Any) -> None:
     root["rows/trajectory"][0] = root["rows/trajectory"][4]
 
@@ -370,6 +384,10 @@ FAULTS = (
         files=corrupt_largest_chunks,
     ),
     Fault(
+        name="negative_span", check="arrays", where="store", message=r"trajectory 0: .*a span of -2 tokens.*",
+        edit=split_first_span, alone=False,
+    ),
+    Fault(
         name="branch_after_itself", check="arrays", where="store",
         message=r"trajectory 1: its branch at token (\d+) goes on after token \1", rows=make_self_parent_branch,
     ),
@@ -410,6 +428,10 @@ FAULTS = (
     Fault(
         name="stored_twice", check="once", where="trajectory 4",
         message="stored 2 times", edit=store_row_twice, alone=False,
+    ),
+    Fault(
+        name="step_never_trained", check="once", where="step 5", message="consumed rows, and no commit trained it",
+        rows=of_row(4, step=5), alone=False,
     ),
     # -- conservation
     Fault(
@@ -467,6 +489,13 @@ FAULTS = (
         name="instance_with_other_weights", check="fingerprints", where="step 2",
         message="a had wrong weights and kept sampling at version 1: it had w9, w1 was published; 1 parts verified.*",
         record=of_record(2, lambda record: replace(record, weight_checks=(weight_check("w9"),))),
+    ),
+    Fault(
+        name="instance_with_other_logprobs", check="fingerprints", where="step 2",
+        message="a had wrong weights and kept sampling at version 1: its logprobs differed by 5 nats, limit 1",
+        record=of_record(
+            2, lambda record: replace(record, weight_checks=(replace(weight_check("w1"), drift=5.0, limit=1.0),))
+        ),
     ),
 )  # fmt: skip
 

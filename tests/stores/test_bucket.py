@@ -93,6 +93,8 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
     VersionedStore.create(tmp_path / "store", header)
     (tmp_path / "store").unlink()  # as after a kill before the path led to it
     check_bucket(url, must_be_new=True)
+    with pytest.raises(ConfigError, match="there is a run's store already"):
+        VersionedStore.create(tmp_path / "other", replace(header, job="steps = 9"))
     store = VersionedStore.create(tmp_path / "store", header)
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
     check_bucket(url, must_be_new=False)
@@ -101,6 +103,9 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
     with pytest.raises(ConfigError, match="there is a run's store already"):
         VersionedStore.create(tmp_path / "other", header)
     assert not (tmp_path / "other").exists()
+    VersionedStore.rewind(tmp_path / "store", 0)
+    with pytest.raises(ConfigError, match="there is a run's store already"):
+        VersionedStore.create(tmp_path / "other", header)
 
 
 def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

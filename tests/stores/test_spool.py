@@ -251,6 +251,18 @@ def test_a_reopened_spool_appends_to_a_new_part(tmp_path: Path) -> None:
     assert groups_in(tmp_path / "spool") == {3}
 
 
+def test_a_part_that_another_server_has_begun_is_not_overwritten(tmp_path: Path) -> None:
+    """A server that was silent and replaced removed what its successor had acknowledged."""
+    old = Spool(tmp_path / "spool", group_size=3)
+    assert old.append([drawn(0)])
+    new = Spool(tmp_path / "spool", group_size=3)
+    list(new.read())
+    assert new.append([drawn(1)])
+    old.rotate(oldest_point=None)
+    assert not old.append([drawn(2)])
+    assert groups_in(tmp_path / "spool") == {0, 1}
+
+
 def test_a_full_disk_is_logged_once_and_the_next_part_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,7 +74,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert VersionedStore.rewind(path, 4) == 0
         assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "end"
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
-        assert [(r.kind, r.step) for r in VersionedStore.open(path).commits()][-1] == ("step", 3)
+        assert [(r.kind, r.step) for r in VersionedStore.open(path).commits()][-2:] == [("step", 3), ("refusal", 4)]
         VersionedStore.open(path).commit(record(4, "resume"), [])
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
         assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "resume"
@@ -102,7 +102,64 @@ class TestVersionedStore(TrajectoryStoreTests):
         first, last = VersionedStore.open(tmp_path / "s").commits()
         assert (last.kind, last.num_rows) == ("refusal", 0)
         assert first.ledger.num_ended == last.ledger.num_ended == {"consumed:none": 4}
-        assert [item.refused for item in last.weight_checks] == ["its logprobs differ"]
+        assert [item.refused for item in last.weight_checks if item.refused] == ["its logprobs differ"]
+
+    def test_a_rewind_keeps_the_checks_of_weights_that_resumed_work_was_sampled_with(
+        self, tmp_path: Path, rng: Any
+    ) -> None:
+        def check(version: int) -> WeightCheck:
+            return WeightCheck(
+                instance=InstanceId("rollout-0"), version=PolicyVersion(version), fingerprint=f"w{version}",
+                weights=WeightReport(verified=1), drift=0.0, limit=1.0,
+            )  # fmt: skip
+
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(replace(record(step), weight_checks=(check(step),)), [ended(rng, step, step)])
+        assert VersionedStore.rewind(tmp_path / "s", 1) == 2
+        checks = [item.version for r in VersionedStore.open(tmp_path / "s").commits() for item in r.weight_checks]
+        assert checks == [0, 1], "work of version 2 is dropped"
+
+    @pytest.mark.parametrize("method", ["create_branch", "commit", "reset_branch", "delete_branch"])
+    def test_an_interrupted_rewind_is_repeated(
+        self, tmp_path: Path, rng: Any, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The branch of the undone steps was there already, or the refusals were not committed again."""
+        refused = WeightCheck(
+            instance=InstanceId("rollout-0"), version=PolicyVersion(2), fingerprint="w2",
+            weights=WeightReport(verified=1), drift=float("nan"), limit=1.0, refused="its logprobs differ",
+        )  # fmt: skip
+        path = tmp_path / "s"
+        store = VersionedStore.create(path, HEADER)
+        for step in range(3):
+            store.commit(replace(record(step), weight_checks=(refused,) if step == 2 else ()), [ended(rng, step, step)])
+        owner = icechunk.Session if method == "commit" else icechunk.Repository
+        real = getattr(owner, method)
+
+        def interrupted(self: Any, *args: Any, **kwargs: Any) -> None:
+            real(self, *args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                VersionedStore.rewind(path, 1)
+        VersionedStore.rewind(path, 1)
+        records = VersionedStore.open(path).commits()
+        assert [r.kind for r in records] == ["step", "refusal"]
+        assert [item.refused for r in records for item in r.weight_checks] == ["its logprobs differ"]
+        VersionedStore.open(path).commit(record(1), [ended(rng, 7, 1)])
+
+    def test_a_negative_zero_is_stored_with_its_sign(self, tmp_path: Path, rng: Any) -> None:
+        """A chunk of zeros was left out, though one of them was -0.0, which the fingerprint distinguishes."""
+        row = ended(rng, 0, 0)
+        row = replace(row, trajectory=replace(row.trajectory, reward=-0.0), advantage=-0.0)
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        store.commit(record(0), [row])
+        (stored,) = store.ended()
+        assert np.signbit([stored.trajectory.reward, stored.advantage]).all()
+        fingerprints = [batch_fingerprint([(e.trajectory, e.advantage)]) for e in (row, stored)]
+        assert fingerprints[0] == fingerprints[1]
 
     def test_a_commit_after_another_process_committed_raises(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)

@@ -189,7 +189,7 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "newest_turns": (
         lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]), lambda turns: len(turns[0].tokens) == 9
     ),
-    "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,)), lambda items: items[0].num_tokens == 9),
+    "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,), (9,)), lambda items: items[0].num_tokens == 9),
 }  # fmt: skip
 """Methods that change nothing in flight, and a check of their result while ZERO is sampled."""
 
@@ -236,14 +236,23 @@ async def test_a_repeated_refusal_is_stored_once(make: Callable[[], type[Traject
     assert (stored.kind, stored.step, stored.ledger.num_started) == ("refusal", 0, 0)
 
 
-async def test_the_spool_forgets_an_ended_evaluation_with_the_next_commit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_the_spool_forgets_an_evaluation_that_ended_or_was_killed(tmp_path: Path, is_killed: bool) -> None:
+    """The parts with one that a kill interrupted stayed until the run's end, with all later ones."""
     scene = await ServerScene.create(in_memory(), tmp_path)
     await evaluated(scene)
-    await scene.server.end_evaluation()
+    if is_killed:
+        await scene.restart().resume(())
+    else:
+        await scene.server.end_evaluation()
     await scene.take()
     rest = (TrajectoryId(2), TrajectoryId(3))
     await scene.server.discard(tuple(replace(ENDING, trajectory=t, group=GroupId(1)) for t in rest), (V0, V0))
-    await scene.server.commit(record_of_step())
+    counts = {"consumed:none": 2, "aborted:engine_failed": 2}
+    step = record_of_step()
+    await scene.server.commit(replace(step, ledger=replace(step.ledger, num_ended=counts)))
+    assert scene.server._spool.groups >= {0, 1}, "a run that is killed now resumes from version 0"
+    scene.server._spool.rotate(oldest_point=1)
     assert scene.server._spool.groups == set(), "all training work is stored"
 
 
@@ -372,11 +381,39 @@ async def test_a_batch_is_refused_if_its_rewards_were_lost_with_the_server(
         await scene.reward(ONE)
         await scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=1.0))])
     server = scene.restart()
+    with pytest.raises(StoreError, match=r"response 1, lost with .*: it has 0 of 9 tokens, and cannot be scored"):
+        await server.scoring_items((ZERO, ONE), (9, 9))
+    assert [item.num_tokens for item in await server.scoring_items((ZERO,), (9,))] == [9]
     with pytest.raises(
-        StoreError, match=r"step 0 needs trajectories .*: \[0, 1\]; free space, then `staleflow resume`"
+        StoreError, match=r"step 0 needs trajectories, .*: \[0, 1\]; free space, then `staleflow resume`"
     ):
         await server.batch(0, (ZERO, ONE), (V0, V0), 0)
     assert not server._in_flight.batches
+
+
+async def test_a_commit_is_refused_if_an_end_or_the_batch_was_lost_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger counted the trajectory as ended while the record listed it as in flight."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.take()
+    await scene.sample(TrajectoryId(2))
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(scene.server._spool, "_write", fail)
+        await scene.server.discard((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
+    server = scene.restart()
+    step = record_of_step()
+    counts = {"consumed:none": 2, "aborted:engine_failed": 1}
+    with pytest.raises(StoreError, match=r"ends of trajectories before step 0, lost with .*`staleflow resume`"):
+        await server.commit(replace(step, ledger=replace(step.ledger, num_ended=counts)))
+    with pytest.raises(StoreError, match=r"the batch of step 1, lost with .*`staleflow resume`"):
+        await server.commit(replace(step, step=1))
+    assert not server._store.commits()
+    await server.commit(step)
 
 
 @both_stores

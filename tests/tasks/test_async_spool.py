@@ -26,14 +26,17 @@ async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: P
             done.append(oldest)
 
     spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume", 2)
+    await spool.forget_committed(0, [], points, 0)
+    await spool.forget_committed(0, [], points, None)
     points.write(PolicyVersion(2), Path.touch)
-    await spool.forget_committed(1, [GroupId(3)], points)
+    await spool.forget_committed(1, [GroupId(3)], points, 0)
     for version in (3, 4, 5):
         points.write(PolicyVersion(version), Path.touch)
-    await spool.forget_committed(2, [], points)
+    await spool.forget_committed(2, [], points, 0)
     spool.close()
     assert points.versions() == [2, 3, 4, 5]
-    assert done == [(1, [GroupId(3)]), 2, (2, []), 3], "entries since a point that is kept for good are not needed"
+    assert done[:4] == [(0, []), 0, (0, []), None], "before the first point, a run resumes from version 0"
+    assert done[4:] == [(1, [GroupId(3)]), 2, (2, []), 3], "entries since a point that is kept for good are not needed"
 
 
 async def test_operations_run_in_the_order_of_the_calls(tmp_path: Path) -> None:

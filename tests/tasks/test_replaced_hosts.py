@@ -238,7 +238,7 @@ async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path)
     scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
     await scene.server.draw(0, 1)
     await scene.turn(3)
-    (asked,) = await scene.server.scoring_items((ID,))
+    (asked,) = await scene.server.scoring_items((ID,), (3,))
     first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
     assert await scene.server.record_rewards([RewardItem(ID, asked.num_tokens, asked.route_number, first)]) == [first]
     assert await scene.server.record_rewards([RewardItem(ID, asked.num_tokens, asked.route_number, second)]) == [first]

@@ -467,7 +467,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     await first.draw(0, 4)
     await instance.route(first, tuple(route_item(i, 1) for i in range(6)))
     assert len(await instance.next_events(first, 5.0)) == 5
-    scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
+    scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)), (0,) * 5)
     await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
     await asyncio.sleep(1.0)
     await instance.next_events(first, 0.1)
@@ -491,7 +491,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     (rest,) = await instance.interrupt(second, (TrajectoryId(5),))
     assert rest.num_tokens == second._in_flight.live[TrajectoryId(5)].num_tokens > 20
     assert [len(s.tokens) for s in second._in_flight.live[TrajectoryId(5)].segments] == [rest.num_tokens]
-    (unscored,) = await second.scoring_items((TrajectoryId(3),))
+    (unscored,) = await second.scoring_items((TrajectoryId(3),), (0,))
     assert unscored.text
 
     ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
@@ -729,7 +729,7 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
 
     monkeypatch.setattr(server._prompts, "text", decode)
     monkeypatch.setattr(RowArrays, "of", packed)
-    scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
+    scoring, _ = await asyncio.gather(server.scoring_items(ids, (0,) * len(ids)), decoding.open())
     assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
     monkeypatch.setattr(server._prompts, "text", text)
     score = ScoredResponse(reward=1.0)
