@@ -45,6 +45,7 @@ TOKENS = 500
 def make_store(config: RunConfig, count: int) -> None:
     """`count` consumed trajectories of 250 to 750 tokens, a batch a commit."""
     rng = np.random.default_rng(0)
+    prompts = actor_settings.prompt_settings(config, held_out=config.num_held_out_prompts, longest_prompt=None).build()
     store = VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
     size, batch = config.batch.group_size, config.trajectories_per_step
     for step in range(count // batch):
@@ -57,8 +58,9 @@ def make_store(config: RunConfig, count: int) -> None:
                 tokens=rng.integers(3, 15, length).astype(np.int32),
                 logprobs=rng.normal(-1, 0.5, length).astype(np.float32),
             )
+            prompt = np.asarray(prompts.encode(prompts.task(i // size)), np.int32)
             trajectory = Trajectory(
-                id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=np.full(20, 5, np.int32),
+                id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=prompt,
                 v_traj=PolicyVersion(step), spans=(segment,), finish=FinishReason.LENGTH,
             )  # fmt: skip
             rows.append(EndedTrajectory(trajectory=trajectory, fate=Fate.CONSUMED, step=step))

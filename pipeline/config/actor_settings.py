@@ -65,7 +65,7 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
         task=TaskConfig(**{f.name: getattr(task, f.name) for f in dataclasses.fields(TaskConfig)}),
         seed=config.seed,
         tokenizer=config.model.path,
-        limits=config.environment,
+        environment_config=config.environment,
         endpoint=EndpointSettings(
             config=config.endpoint,
             model=config.name,
@@ -83,7 +83,7 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
 
         return EmulatedHostSettings(
             episodes=make_episodes(config, make_workload(config)),
-            limits=config.environment,
+            environment_config=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
     settings = episode_settings(config)

@@ -21,7 +21,7 @@ from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.starts import StartRecords
+from staleflow.pipeline.jobs.starts import StartRecorder
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_dir
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
@@ -169,16 +169,16 @@ async def _train(
     run_dir, (fingerprints, source_changes) = config.run_dir, source_state
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
-    start_records = StartRecords(run_dir, version, elapsed_s)
+    start_recorder = StartRecorder(run_dir, version, elapsed_s)
     with contextlib.closing(Tracking(config, run_dir)) as tracking:
-        listeners = RunListeners(tracking, start_records, reporter, listener)
+        listeners = RunListeners(tracking, start_recorder, reporter, listener)
         if resumption is not None:
             listeners.on_line(f"resuming from version {resumption.version}")
             reporter.add_earlier_steps(resumption.steps)
         driver = Driver(
             config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=source_changes
         )
-        with start_records.record_end(driver.report):
+        with start_recorder.record_end(driver.report):
             report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
     if resumption is not None and not report.steps:  # stopped before the run was resumed
         report.steps += resumption.steps

@@ -1,5 +1,5 @@
-"""Records of each start of a run that are not in its store: losses, commands, seconds. Each `resume`, and each restart
-of a driver after a loss, is a start. The run's summary covers all starts.
+"""Records what is not in a run's store of each of its starts: losses, commands, seconds. The first start, each `resume`
+and each restart of the driver after a loss are starts. The run's summary covers all of them.
 
 starts.json in the run's folder holds one entry per start, oldest first. It is written at each training step and each
 loss, so the entry of a killed driver is complete up to its last step.
@@ -35,7 +35,8 @@ PHASES_PER_START = (
 
 @dataclass(slots=True)
 class Start:
-    """One start of a run. version: the version it began with. end: how it ended; empty if its driver was killed."""
+    """One start of a run. version: the version it began with. end: how it ended; empty while it runs, and if its driver
+    was killed."""
 
     version: int
     end: str = ""
@@ -43,10 +44,10 @@ class Start:
     alarms: list[str] = field(default_factory=list)
     commands: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    """Those of `PHASES_PER_START`, and wall_s: its own seconds; empty if its driver was killed."""
+    """Those of `PHASES_PER_START`, and wall_s: its own seconds; empty before its first step, unless it has ended."""
 
 
-class StartRecords(RunListener):
+class StartRecorder(RunListener):
     """Records the current start of a run in starts.json. Raises StoreError. version: the version it begins with.
     elapsed_s: seconds of the run before."""
 
@@ -62,6 +63,9 @@ class StartRecords(RunListener):
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
         self._start.losses, self._start.alarms = list(report.losses), list(report.alarms)
         self._start.commands = dict(report.commands)
+        if report.phases:
+            phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
+            self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
         counts = len(report.steps), len(report.losses)
         if counts != self._written_counts:
             self._written_counts = counts
@@ -82,9 +86,6 @@ class StartRecords(RunListener):
 
     def _end(self, report: RunReport, ending: str) -> None:
         self._start.end, self._written_counts = ending, (-1, -1)
-        if report.phases:
-            phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
-            self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
         with contextlib.suppress(StoreError):  # how the run ended is more important
             self.on_status(report.snapshot, report)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -93,35 +94,45 @@ class JournalFollower:
         self.index = JournalIndex(members_per_group)
         self._files: list[tuple[int, int, int]] = []
         """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
+        self._incomplete_bytes = 0
+        """Bytes of incomplete last lines that the latest call has seen."""
 
     def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
-        """Read new lines of the journals, at most about `max_bytes` bytes. A replaced file is read from its beginning:
-        a resumed run renames the last part. A part that was compressed has the same contents."""
+        """Read new lines of the journals, at most about `max_bytes` bytes. If a file was replaced, all are read again;
+        a part that was renamed or compressed has the same contents."""
         files, inodes, sizes = _list_journal_files(journals)
         known = [inode for inode, *_ in self._files]
-        is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
-        if len(inodes) < len(known) or not is_same_files:
+        are_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
+        if len(inodes) < len(known) or not are_same_files:
             self._files.clear()
             self.index = JournalIndex(self._members_per_group)
-        for i, (journal, file) in enumerate(files):
-            if i == len(self._files):
-                self._files.append((inodes[i], 0, 0))
-                if i == 0 or files[i - 1][0] != journal:
-                    self.index.begin_start()
-            max_bytes -= self._read(i, file, inodes[i], sizes[i], max_bytes)
-            if max_bytes <= 0:
-                break
-        num_bytes_read, num_bytes = sum(offset for _, offset, _ in self._files), sum(sizes)
-        self.index.read_share = min(1.0, num_bytes_read / num_bytes) if num_bytes else 1.0
+        self._incomplete_bytes = 0
+        with contextlib.suppress(FileNotFoundError):  # renamed since it was listed: the next call reads it
+            for i, (journal, file) in enumerate(files):
+                if i == len(self._files):
+                    self._files.append((inodes[i], 0, 0))
+                    if i == 0 or files[i - 1][0] != journal:
+                        self.index.begin_start()
+                max_bytes -= self._read(i, file, inodes[i], sizes[i], max_bytes)
+                if max_bytes <= 0:
+                    break
+        num_bytes_read = self._incomplete_bytes + sum(offset for _, offset, _ in self._files)
+        self.index.read_share = min(1.0, num_bytes_read / sum(sizes)) if any(sizes) else 1.0
 
     def _read(self, number: int, file: Path, inode: int, size: int, max_bytes: int) -> int:
-        """Read on in a file that has `size` bytes; returns how many were read."""
+        """Read on in a file that has `size` bytes; returns how many were read. Raises FileNotFoundError."""
         _, start, line_number = self._files[number]
         offset = start
         if offset < size:
             with open_part(file) as lines:
+                if inode and os.fstat(lines.fileno()).st_ino != inode:
+                    raise FileNotFoundError(file)
                 lines.seek(offset)
-                while offset < size and offset - start < max_bytes and (line := lines.readline()).endswith(b"\n"):
+                while offset < size and offset - start < max_bytes:
+                    line = lines.readline()
+                    if not line.endswith(b"\n"):  # it is being written, or its writer was killed
+                        self._incomplete_bytes += size - offset
+                        break
                     line_number += 1
                     offset += len(line)
                     if line_number > 1 or not line.startswith(PART_HEADING):
@@ -147,8 +158,8 @@ class RunReader:
     def __init__(self, run_dir: Path) -> None:
         require_run(run_dir)
         self.run_dir = run_dir
-        self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
-        """Modification time of config.toml in nanoseconds, and its job."""
+        self._job: tuple[int, RunConfig] | None = None
+        """Modification time of config.toml in nanoseconds, and its job; None until it is read."""
         self._snapshots: dict[str, StoredSnapshot] = {}
         """The latest snapshots by branch, least recently read first."""
         self._lock = threading.Lock()
@@ -161,8 +172,8 @@ class RunReader:
         try:
             modified_ns = (self.run_dir / "config.toml").stat().st_mtime_ns
         except OSError:
-            modified_ns = self._job[0]  # being replaced
-        if modified_ns != self._job[0]:
+            modified_ns = self._job[0] if self._job else -1  # being replaced
+        if self._job is None or modified_ns != self._job[0]:
             self._job = (modified_ns, load_job(self.run_dir))
         return self._job[1]
 
@@ -217,10 +228,12 @@ class RunReader:
             yield self._journal.index
 
     def state(self) -> str:
-        """ "starting", "running", "finished", "ended early" or "interrupted"."""
+        """ "starting", "running", "finished", "ended early" or "interrupted". A run that ended early counts as running
+        while its folder is in use, because it may have been resumed."""
         snapshot = self.read_snapshot()
-        if snapshot is not None and snapshot.records and snapshot.records[-1].kind == "end":
-            return "finished" if len(snapshot.steps) >= self.config.steps else "ended early"
+        has_ended = snapshot is not None and bool(snapshot.records) and snapshot.records[-1].kind == "end"
+        if has_ended and snapshot is not None and len(snapshot.steps) >= self.config.steps:
+            return "finished"
         if in_use(self.run_dir):
             return "running" if snapshot is not None else "starting"
-        return "interrupted"
+        return "ended early" if has_ended else "interrupted"

@@ -385,6 +385,7 @@ class Driver:
             step = with_rate(step_metrics, next(reversed(self.report.steps), None))
             self.report.steps.append(step)
             self._log_resume_points()
+            self._measure_phases()
             self._listener.on_status(self._coordinator.snapshot(), self.report)
             self._listener.on_step_stored(step, self.report.bottlenecks.get(record.step, ""))
 
@@ -436,10 +437,13 @@ class Driver:
     def _complete_report(self) -> None:
         """Complete the report with what is known only after the run has ended or failed."""
         # First, since the rest may take a second that does not belong to the run.
-        self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.instances.values())
+        self._measure_phases()
         self.report.snapshot = self._coordinator.snapshot()
         self.report.sources = self._sources()
         self.report.diagnosis, self.report.fit = self._measurements.diagnosis_and_fit()
+
+    def _measure_phases(self) -> None:
+        self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.instances.values())
 
     def _begin_phase(self, phase: str) -> None:
         self._listener.on_phase(phase)

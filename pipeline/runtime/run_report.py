@@ -20,7 +20,7 @@ class RunReport:
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity."""
+    """Seconds by activity, up to the latest stored step or the end; empty before the first step of this start."""
     snapshot: Snapshot | None = None
     stopped: str = ""
     """Why the run ended early; empty if it did all its steps."""

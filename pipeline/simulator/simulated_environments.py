@@ -53,7 +53,7 @@ class SimulatedEnvironments:
         self._members_per_group = config.oversampled_group_size
         self._workload = workload
         self._episodes = factories.make_episodes(config, workload)
-        self._limits = config.environment
+        self._config = config.environment
         self._max_tokens = config.rollout.max_new_tokens
         self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
         self._reward_s, self._overhead_s = config.simulation.reward_s, config.simulation.environment_overhead_s
@@ -109,13 +109,13 @@ class SimulatedEnvironments:
         self._schedule_after(seconds, lambda: self._end(episode, event))
 
     def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, EnvironmentEvent]:
-        trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
+        trajectory, route_number, config = episode.trajectory, command.route_number, self._config
         group, member = divmod(abs(trajectory), self._members_per_group)
-        truncated = command.truncated or tokens >= self._max_tokens or episode.num_turns >= limits.max_turns - 1
+        truncated = command.truncated or tokens >= self._max_tokens or episode.num_turns >= config.max_turns - 1
         attempt = self._failures[trajectory]
         step_result = self._episodes.env_step(group, member, episode.num_turns, attempt=attempt, truncated=truncated)
         episode.num_turns += 1
-        allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
+        allowed_s = min(config.step_timeout_s, config.episode_timeout_s - episode.spent_s)
         if step_result.seconds > allowed_s:
             return allowed_s, EnvironmentFailed(
                 trajectory=trajectory, route_number=route_number, error=f"no answer in {allowed_s:g} s"

@@ -340,10 +340,13 @@ class _RepeatedTraining:
             for part in self._plan.window:
                 in_part = positions[np.isin(self._columns["step"][positions], range(part.start, part.stop))]
                 rows = [row.trajectory for row in self._read(in_part)]
-                scores = scorer.score([reward_rescoring.make_reward_item(prompts, row) for row in rows])
-                for position, row, score in zip(in_part.tolist(), rows, scores, strict=True):
+                items = reward_rescoring.make_reward_items(prompts, rows)
+                scores = iter(scorer.score([item for item in items if not isinstance(item, str)]))
+                for position, row, item in zip(in_part.tolist(), rows, items, strict=True):
                     prompt[position] = numbers.setdefault(row.prompt_tokens.tobytes(), len(numbers))
-                    is_other[position] = not (score.error or row.error or np.isclose(score.reward, row.reward))
+                    if not isinstance(item, str):
+                        score = next(scores)
+                        is_other[position] = not (score.error or row.error or np.isclose(score.reward, row.reward))
                     for name, reward in part.config.reward.parts.items():
                         added = self._part_rewards.setdefault(name, np.zeros(len(self._trained_mask), np.float32))
                         added[position] = reward.weight * row.reward_parts.get(name, 0.0)

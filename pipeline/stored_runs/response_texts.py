@@ -11,12 +11,11 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectory import EnvSpan, IntArray, Trajectory
+from staleflow.tasks.environments.episode import ENVIRONMENT_ROLE
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, IdDetokenizer, load_chat_tokenizer, load_detokenizer
 
 MODEL_ROLE = "assistant"
 """Role of sampled tokens."""
-ENVIRONMENT_ROLE = "environment"
-"""Role of tokens between two turns that belong to no message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

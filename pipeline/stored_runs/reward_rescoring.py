@@ -9,11 +9,12 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import hashlib
+import itertools
 import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,15 @@ from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_st
 from staleflow.pipeline.stored_runs.response_texts import make_detokenizer, make_messages
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Fate, IntArray, Trajectory
+from staleflow.stores.trajectory import Fate, GroupId, IntArray, Trajectory
+from staleflow.tasks.rendering.task_source import Task, prompt_excerpt
+from staleflow.tasks.rendering.turn_params import split_params
+from staleflow.tasks.settings.source_kinds import is_environment
+from staleflow.tasks.sources.task_sources import LabelledRecord, make_reward
 
 if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts, PromptSettings
@@ -40,6 +46,10 @@ if TYPE_CHECKING:
 
 CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
 """Prefixes of the keys that may be changed for scoring again."""
+REPLACED_KEYS = ("reward.function=", "reward.parts")
+"""Prefixes of the keys that another reward replaces."""
+RewardItem = tuple[str, Mapping[str, Any]]
+"""Arguments of a reward function: the response's text, and the record of its task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -53,9 +63,10 @@ class RescoreResult:
     rows: int
     """Stored trajectories."""
     scored: int
-    """Those with a response."""
+    """Those whose response has a new reward."""
     errors: dict[int, str]
-    """Of the reward function, or of what cannot be read, by trajectory; those get no gradient."""
+    """Why others have none, by trajectory: the reward function failed, the row cannot be read, or its prompt has
+    changed. Those get no gradient."""
     mean_before: float
     """Mean reward over the trajectories that were trained on, without those whose reward failed."""
     mean_after: float
@@ -87,9 +98,9 @@ def rescore(
     Raises:
         ConfigError: Before anything is computed; or, with nothing stored, if no response could be scored.
     """
-    config = _replace_reward(_apply_changes(run_dir, changes), reward)
+    config = _changed_job(run_dir, reward, changes)
     path = (run_dir / "store").resolve()
-    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    store = VersionedStore.open_pinned(path)
     derived_branches.check_branch_name(path, branch)
     table = store.table()
     count = len(table["trajectory"])
@@ -110,13 +121,14 @@ def rescore(
         num_done += len(block.rewards)
         progress(num_done, count)
     require_all_rows(num_done, count)
-    num_scored = int((table["response_tokens"] > 0).sum())
-    if errors and len(errors) >= num_scored:
+    has_response = table["response_tokens"] > 0
+    num_scored = int((has_response & valid).sum())
+    if has_response.any() and not num_scored:
         raise ConfigError(
-            f"{config.reward.setting}: it failed on all {num_scored} responses, so nothing is stored; on trajectory "
-            f"{min(errors)}: {errors[min(errors)]}"
+            f"{config.reward.setting}: scoring failed on all {has_response.sum()} responses, so nothing is stored; on "
+            f"trajectory {min(errors)}: {errors[min(errors)]}"
         )
-    is_consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
+    is_consumed = table["fate"] == FATES.index(Fate.CONSUMED)
     estimate = estimate_advantages(config, table, is_consumed, rewards, valid)
     trained_before = is_consumed & (table["loss_mask"] > 0)
     lineage = {
@@ -145,41 +157,45 @@ def check_request(run_dir: Path, reward: str, branch: str, changes: tuple[str, .
     """Raise ConfigError for arguments that `rescore` does not accept, before any worker starts."""
     VersionedStore.open(run_dir / "store")  # refuses a store of another layout
     derived_branches.check_branch_name((run_dir / "store").resolve(), branch)
-    _replace_reward(_apply_changes(run_dir, changes), reward)
+    _changed_job(run_dir, reward, changes)
 
 
-def _apply_changes(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
-    """The stored job with changes to how it rewards. Raises ConfigError."""
+def _changed_job(run_dir: Path, reward: str, changes: tuple[str, ...]) -> RunConfig:
+    """The stored job with changes to how it rewards; see `rescore`. Raises ConfigError."""
     for change in changes:
         if not change.startswith(CHANGEABLE_KEYS):
             raise ConfigError(
                 f"override {change}: only how responses are scored can change: {', '.join(CHANGEABLE_KEYS)}"
             )
-    return user_files.with_absolute_paths(load_job(run_dir, changes)) if changes else load_job(run_dir)
+        if reward and change.startswith(REPLACED_KEYS):
+            raise ConfigError(f"override {change}: the reward {reward} replaces this key; leave one of the two out")
+    config = user_files.with_absolute_paths(load_job(run_dir, changes)) if changes else load_job(run_dir)
+    return _replace_reward(config, reward)
 
 
 def _replace_reward(config: RunConfig, reward: str) -> RunConfig:
-    """The stored job with another reward, or with its own if that is empty. Raises ConfigError if it cannot be
-    loaded."""
-    from staleflow.tasks.sources.task_sources import make_reward
-
+    """The stored job with another reward, or with its own if that is empty. Raises ConfigError if it cannot be loaded
+    or cannot score stored responses."""
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
-    if config.has_environment and (reward or config.reward.function) == "task" and not config.reward.parts:
-        raise ConfigError(
-            f"the reward of the task: the environment {config.task.source} rewards its episodes while they are "
-            "played, and stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the "
-            'text of the last turn, and all turns as record["turns"]'
-        )
     if reward:
         file, _, name = reward.rpartition(":")
         if file.endswith(".py"):
             reward = f"{Path(file).resolve()}:{name}"
-        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
-    if reward:
         sources = {name: dataclasses.replace(task, reward=reward) for name, task in config.task.sources.items()}
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, sources=sources))
+        config = dataclasses.replace(
+            config,
+            task=dataclasses.replace(config.task, sources=sources),
+            reward=dataclasses.replace(config.reward, function=reward, parts={}),
+        )
     for job in config.jobs_by_source.values():
+        functions = [part.function for part in job.reward.parts.values()] or [job.reward.function]
+        if "task" in functions and is_environment(job.task.source, "task.source"):
+            raise ConfigError(
+                f"the reward of the task: the environment {job.task.source} rewards its episodes while they are "
+                "played, and stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets "
+                'the text of the last turn, and all turns as record["turns"]'
+            )
         make_reward(job.reward.function, actor_settings.source_settings(job).build(), job.reward.parts)
     make_detokenizer(config)
     return config
@@ -217,9 +233,9 @@ class ScoredBlock:
 
 
 def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int) -> tuple[int, ScoredBlock]:
-    """Dask task: score rows start <= row < stop of a snapshot. An unreadable row is an error. Objects that are slow to
-    create are cached in the process."""
-    prompts, scoring = _prompts(settings)
+    """Dask task: score rows start <= row < stop of a snapshot. A row that is unreadable, or whose prompt is no longer
+    that of its task, is an error. Objects that are slow to create are cached in the process."""
+    prompts, scoring = _load_inputs(settings)
     rows = list(open_store_at(path, snapshot).readable(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
@@ -229,8 +245,17 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
             valid[i] = False
         elif row.trajectory.num_sampled:
             responses.append((i, row.trajectory))
-    scores = _scorer(scoring).score([make_reward_item(prompts, t) for _, t in responses])
-    for (i, trajectory), score in zip(responses, scores, strict=True):
+    items: list[RewardItem] = []
+    scored: list[tuple[int, Trajectory]] = []
+    made_items = make_reward_items(prompts, [trajectory for _, trajectory in responses])
+    for (i, trajectory), item in zip(responses, made_items, strict=True):
+        if isinstance(item, str):
+            valid[i] = False
+            errors[int(trajectory.id)] = item
+        else:
+            scored.append((i, trajectory))
+            items.append(item)
+    for (i, trajectory), score in zip(scored, _scorer(scoring).score(items), strict=True):
         rewards[i] = score.reward
         if score.error:
             valid[i] = False
@@ -238,23 +263,60 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     return start, ScoredBlock(rewards=rewards, valid=valid, errors=errors)
 
 
-def make_reward_item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
+def make_reward_items(prompts: Prompts, trajectories: Sequence[Trajectory]) -> list[RewardItem | str]:
+    """The arguments of the reward function for each trajectory, with records from the data as it is now. For one whose
+    prompt is no longer that of its task, the error instead."""
+    tasks = _draw_tasks(prompts, trajectories)
+    items: list[RewardItem | str] = []
+    for trajectory in trajectories:
+        task, tokens = tasks[trajectory.group]
+        if _has_prompt(trajectory, prompts, task, tokens):
+            items.append(_make_reward_item(prompts, trajectory, task.record))
+        else:
+            items.append(f"the prompt of its task is not the stored one any more: {prompt_excerpt(task.prompt)}")
+    return items
+
+
+def _draw_tasks(prompts: Prompts, trajectories: Sequence[Trajectory]) -> dict[GroupId, tuple[Task, tuple[int, ...]]]:
+    """The tasks of trajectories by group, drawn from the data as it is now, with the token ids of their prompts."""
+    tasks: dict[GroupId, tuple[Task, tuple[int, ...]]] = {}
+    for source in {t.source for t in trajectories}:
+        numbers = {t.group: t.task if t.task >= 0 else int(t.group) for t in trajectories if t.source == source}
+        for group, task in zip(numbers, prompts.tasks(list(numbers.values()), source), strict=True):
+            tasks[group] = task, prompts.encode(task)
+    return tasks
+
+
+def _has_prompt(trajectory: Trajectory, prompts: Prompts, task: Task, tokens: tuple[int, ...]) -> bool:
+    """Whether a trajectory was sampled from a task's prompt. Tokens may differ before its first message, since a chat
+    template may put the date there. tokens: those of the task's prompt."""
+    stored_tokens = tuple(trajectory.prompt_tokens.tolist())
+    if tokens == stored_tokens:
+        return True
+    pairs = zip(reversed(tokens), reversed(stored_tokens), strict=False)
+    num_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    prompt = split_params(task.prompt)[1]
+    first_text = prompt if isinstance(prompt, str) else "".join(message.content for message in prompt[:1])
+    # After other equal text: the end of a longer number or word would be found at the start.
+    return prompts.text(tokens[len(tokens) - num_equal :]).find(first_text.strip()) > 0
+
+
+def _make_reward_item(prompts: Prompts, trajectory: Trajectory, record: Mapping[str, Any]) -> RewardItem:
     """The arguments of the reward function: the text of the last turn, and the record, which has all turns as `turns`
     if there are several."""
 
     def text(tokens: IntArray) -> str:
         return prompts.text(tokens.tolist())
 
-    number = trajectory.task if trajectory.task >= 0 else int(trajectory.group)
-    record = prompts.tasks([number], trajectory.source)[0].record
     if trajectory.has_env_steps:
         turns = [{"role": m["role"], "content": m["content"]} for m in make_messages(trajectory, text, text)]
-        record = {**record, "turns": turns}
+        label = record.label if isinstance(record, LabelledRecord) else ""
+        record = LabelledRecord.with_label(label, {**record, "turns": turns})
     return text(trajectory.turns[-1]), record
 
 
 @cache_per_process(1)
-def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
+def _load_inputs(settings: bytes) -> tuple[Prompts, ScoringSettings]:
     """The prompts, which decode responses and draw records, and the settings of their scoring."""
     prompts: PromptSettings
     scoring: ScoringSettings

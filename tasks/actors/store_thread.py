@@ -1,8 +1,8 @@
-"""Runs operations of the store, and of the spool, each in a thread beside an event loop. Commits are retried while the
-store's bucket fails.
+"""Runs operations of the store, and of the spool, each in a thread beside an event loop. Operations of the store are
+retried while its bucket fails.
 
 A bucket that returns errors, does not reply or rejects expired credentials may work again in minutes. Until then a
-commit waits, and everything else continues. Each attempt reads the credentials again.
+commit waits, and everything else continues. Each attempt of a commit reads the credentials again.
 """
 
 from __future__ import annotations
@@ -42,25 +42,31 @@ async def retry_while_bucket_fails(
             return await attempt()
         except StoreUnavailable as error:
             on_failure(str(error))
-            if now_s() - started_s + pause_s > timeout_s:
+            remaining_s = timeout_s - (now_s() - started_s)
+            if remaining_s <= 0:
                 raise StoreError(
                     f"{error}; tried again for {timeout_s:g} s (deadlines.commit_s); earlier commits are intact: "
                     "check the bucket and its credentials, and resume the run"
                 ) from error
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(min(pause_s, remaining_s))
         pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 class StoreThread:
-    """Runs the operations of one store in one thread. commit_s: seconds for which a commit is retried while the bucket
-    fails."""
+    """Runs the operations of one store in one thread. commit_s: seconds for which an operation is retried while the
+    bucket fails."""
 
     def __init__(self, store: VersionedStore, commit_s: float) -> None:
         self._store = store
         self._commit_s = commit_s
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self.outage = ""
-        """Why the bucket failed the latest request; empty if it did not."""
+        self._failures: dict[Callable[[], object], str] = {}
+        """Why the bucket failed each request that is being retried."""
+
+    @property
+    def outage(self) -> str:
+        """Why the bucket failed a request that is being retried; empty if there is none."""
+        return next(iter(self._failures.values()), "")
 
     async def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> None:
         """Store a commit. Raises StoreError."""
@@ -80,16 +86,18 @@ class StoreThread:
 
     async def _run(self, request: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
-        result = await retry_while_bucket_fails(
-            lambda: loop.run_in_executor(self.executor, request), self._commit_s, self._record_outage
-        )
-        self.outage = ""
-        return result
 
-    def _record_outage(self, cause: str) -> None:
-        if not self.outage:
-            logger.warning("%s; it is tried again for %g s (deadlines.commit_s)", cause, self._commit_s)
-        self.outage = cause
+        def record_failure(cause: str) -> None:
+            if not self._failures:
+                logger.warning("%s; it is tried again for %g s (deadlines.commit_s)", cause, self._commit_s)
+            self._failures[request] = cause
+
+        try:
+            return await retry_while_bucket_fails(
+                lambda: loop.run_in_executor(self.executor, request), self._commit_s, record_failure
+            )
+        finally:
+            self._failures.pop(request, None)
 
 
 class AsyncSpool:
@@ -105,14 +113,15 @@ class AsyncSpool:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._spool.append, entries)
 
     async def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
-        """Forget the entries of groups that are stored; see `Spool.mark_stored`."""
+        """Record that the entries of groups are stored; see `Spool.mark_stored`."""
         await self._run(lambda: self._spool.mark_stored(step, groups))
 
     async def forget_committed(
         self, step: int, groups: Iterable[GroupId], resume_points: ResumePoints, first_version: int | None
     ) -> None:
-        """Forget the entries of a commit's groups, and remove the spool's files that none of the latest resume points
-        needs. first_version: the version to resume from before there is a point; None if there will be none."""
+        """Record that the entries of a commit's groups are stored, and remove the spool's files that none of the latest
+        resume points needs. first_version: the version to resume from before there is a point; None if there will be
+        none."""
 
         def prune() -> None:
             self._spool.mark_stored(step, groups)

@@ -28,16 +28,16 @@ ATTENTION_NAME = "staleflow_batch"
 
 
 @dataclass(frozen=True, slots=True)
-class RowsInBucket:
-    """R rows of a bucket that are computed together. Q: largest number of new tokens of a row. K: largest context
-    length."""
+class PassPart:
+    """R rows of a bucket that are computed together in a pass. Q: largest number of new tokens of a row. K: largest
+    context length."""
 
     capacity: int
     slots: slice | torch.Tensor
     """[R] slots of the rows in the bucket."""
-    tokens: slice | torch.Tensor
+    pass_indices: slice | torch.Tensor
     """[R * Q] indices of the new tokens in the pass. For padding it is the row's first new token."""
-    token_indices: torch.Tensor | None
+    unpadded: torch.Tensor | None
     """Which of these R * Q tokens are not padding; None if there is no padding."""
     output_indices: slice | torch.Tensor
     """Indices of the tokens without padding in the pass."""
@@ -49,11 +49,12 @@ class RowsInBucket:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The new tokens of a bucket's rows. rows: number of rows in the bucket. tokens: their range in the pass. slots,
-    positions: [tokens] slot in the bucket and position in the context of each token."""
+    """The new tokens of a bucket's rows. bucket_rows: number of rows in the bucket, with and without new tokens.
+    tokens: their range in the pass. slots, positions: [tokens] slot in the bucket and position in the context of each
+    token."""
 
     capacity: int
-    rows: int
+    bucket_rows: int
     tokens: slice
     slots: torch.Tensor
     positions: torch.Tensor
@@ -63,16 +64,18 @@ class RowPass:
     """State of one forward pass, shared by the attention of all layers.
 
     Args:
-        num_new_tokens: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the
-            indices of the rows in the order of the pass.
+        rows: Rows with the number of their new tokens; the rows must have capacity for them. `order` has the indices of
+            the rows in the order of the pass.
+        buckets: The buckets of these rows.
         layers: Storage of each layer, by index.
-        latent_layers: Indices of the layers known to be latent. A pass over empty rows, in which both kinds get
-            the same keys, adds those that it detects.
+        latent_layers: Indices of the layers known to be latent. A pass over empty rows without padding, in which
+            both kinds get the same keys, adds those that it detects.
+        device: The device of the storage.
     """
 
     def __init__(
         self,
-        num_new_tokens: Sequence[tuple[BatchRow, int]],
+        rows: Sequence[tuple[BatchRow, int]],
         buckets: Buckets,
         layers: dict[int, LayerStorage],
         latent_layers: set[int],
@@ -83,27 +86,26 @@ class RowPass:
         self._layers_by_keys: dict[int, tuple[int, torch.Tensor]] = {}
         """The layer of each keys tensor that `update` has returned unexpanded, by the tensor's id; the tensor is kept
         so that its id stays unique."""
-        self.order = sorted(
-            range(len(num_new_tokens)), key=lambda i: (num_new_tokens[i][0].capacity, num_new_tokens[i][0].slot)
-        )
-        self._parts: list[RowsInBucket] = []
+        self.order = sorted(range(len(rows)), key=lambda i: (rows[i][0].capacity, rows[i][0].slot))
+        self._parts: list[PassPart] = []
         self._new_tokens: list[NewTokens] = []
-        self._masks_by_heads: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """Masks repeated for all heads of a group, by the id of the masks and the number of heads."""
+        self._masks_by_heads: dict[tuple[int, int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """Masks, and the same repeated for all heads of a group, by the id of the masks, the number of heads and the
+        dtype; the masks are kept so that their id stays unique."""
         self._storage_indices: dict[int, list[torch.Tensor]] = {}
         """The argument `indices` of `LayerStorage.write` for each bucket, by the number of heads."""
         self._device = device
         rows_by_capacity: dict[int, list[tuple[BatchRow, int, int]]] = {}
         start = 0
-        for row, count in (num_new_tokens[i] for i in self.order):
+        for row, count in (rows[i] for i in self.order):
             rows_by_capacity.setdefault(row.capacity, []).append((row, count, start))
             start += count
-        for capacity, rows in rows_by_capacity.items():
-            self._new_tokens.append(_new_tokens(capacity, rows, buckets.num_rows(capacity), device))
+        for capacity, members in rows_by_capacity.items():
+            self._new_tokens.append(_new_tokens(capacity, members, buckets.num_rows(capacity), device))
             rows_by_width: dict[int, list[tuple[BatchRow, int, int]]] = {}
-            for member in rows:
+            for member in members:
                 rows_by_width.setdefault((member[1] - 1).bit_length(), []).append(member)
-            self._parts += [_rows_in_bucket(capacity, members, device) for members in rows_by_width.values()]
+            self._parts += [_pass_part(capacity, similar_rows, device) for similar_rows in rows_by_width.values()]
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values of the new tokens, [B, heads, tokens, size] each, into a layer's storage. Returns the
@@ -120,9 +122,9 @@ class RowPass:
                 ).ravel()
                 for new_tokens in self._new_tokens
             ]
-        for new_tokens, slots in zip(self._new_tokens, self._storage_indices[heads], strict=True):
+        for new_tokens, indices in zip(self._new_tokens, self._storage_indices[heads], strict=True):
             keys_and_values = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
-            self._layers[layer].write(new_tokens.capacity, new_tokens.rows, slots, *keys_and_values)
+            self._layers[layer].write(new_tokens.capacity, new_tokens.bucket_rows, indices, *keys_and_values)
         if layer in self._latent_layers:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
         self._layers_by_keys[id(keys)] = layer, keys
@@ -160,7 +162,7 @@ class RowPass:
             heads_per_group, width = heads // groups, part.positions.shape[2]
             mask = self._repeat_masks(masks, heads_per_group, query.dtype)[number]
             # Heads that share keys become more queries of one head, so that keys are not copied.
-            queries = flat_query[part.tokens].view(rows, width, groups, heads_per_group, size)
+            queries = flat_query[part.pass_indices].view(rows, width, groups, heads_per_group, size)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, heads_per_group * width, size)
             if cap is None and sinks is None:
                 attention_output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -171,8 +173,8 @@ class RowPass:
                 .permute(0, 3, 1, 2, 4)
                 .reshape(rows * width, heads, -1)
             )
-            if part.token_indices is not None:
-                attention_output = attention_output[part.token_indices]
+            if part.unpadded is not None:
+                attention_output = attention_output[part.unpadded]
             if len(self._parts) == 1 and isinstance(part.output_indices, slice):
                 output = attention_output
                 break
@@ -184,7 +186,7 @@ class RowPass:
 
     def _read(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> Iterator[tuple[RowsInBucket, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[PassPart, torch.Tensor, torch.Tensor]]:
         """Yield each part with the keys and values of its contexts, [R, heads, K, size] each."""
         if id(key) in self._layers_by_keys:
             storage = self._layers[
@@ -205,11 +207,10 @@ class RowPass:
 
     def _repeat_masks(self, masks: list[torch.Tensor], heads_per_group: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Repeat masks for all heads of a group of `heads_per_group`."""
-        if (id(masks), heads_per_group) not in self._masks_by_heads:
-            self._masks_by_heads[id(masks), heads_per_group] = [
-                mask.to(dtype).repeat(1, 1, heads_per_group, 1) for mask in masks
-            ]
-        return self._masks_by_heads[id(masks), heads_per_group]
+        key = id(masks), heads_per_group, dtype
+        if key not in self._masks_by_heads:
+            self._masks_by_heads[key] = masks, [mask.to(dtype).repeat(1, 1, heads_per_group, 1) for mask in masks]
+        return self._masks_by_heads[key][1]
 
     def _contexts(self, buckets: dict[int, torch.Tensor]) -> torch.Tensor:
         parts = [
@@ -223,26 +224,26 @@ current_row_pass: ContextVar[RowPass] = ContextVar("current_row_pass")
 
 
 def _new_tokens(
-    capacity: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device
+    capacity: int, rows: list[tuple[BatchRow, int, int]], bucket_rows: int, device: torch.device
 ) -> NewTokens:
     slots = [row.slot for row, count, _ in rows for _ in range(count)]
     positions = [row.length + i for row, count, _ in rows for i in range(count)]
     first = rows[0][2]
     indices = torch.tensor([slots, positions], device=device)
-    return NewTokens(capacity, slots_used, slice(first, first + len(slots)), indices[0], indices[1])
+    return NewTokens(capacity, bucket_rows, slice(first, first + len(slots)), indices[0], indices[1])
 
 
-def _rows_in_bucket(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> RowsInBucket:
+def _pass_part(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> PassPart:
     width = max(count for _, count, _ in rows)
-    token_indices = [number * width + i for number, (_, count, _) in enumerate(rows) for i in range(count)]
-    tokens = [first + (i if i < count else 0) for _, count, first in rows for i in range(width)]
+    unpadded = [number * width + i for number, (_, count, _) in enumerate(rows) for i in range(count)]
+    pass_indices = [first + (i if i < count else 0) for _, count, first in rows for i in range(width)]
     positions = [row.length + (i if i < count else 0) for row, count, _ in rows for i in range(width)]
-    return RowsInBucket(
+    return PassPart(
         capacity=capacity,
         slots=_indices([row.slot for row, _, _ in rows], device),
-        tokens=_indices(tokens, device),
-        token_indices=None if len(token_indices) == len(tokens) else torch.tensor(token_indices, device=device),
-        output_indices=_indices([tokens[index] for index in token_indices], device),
+        pass_indices=_indices(pass_indices, device),
+        unpadded=None if len(unpadded) == len(pass_indices) else torch.tensor(unpadded, device=device),
+        output_indices=_indices([pass_indices[index] for index in unpadded], device),
         positions=torch.tensor(positions, device=device).view(len(rows), 1, width, 1),
         num_keys=max(row.length + count for row, count, _ in rows),
     )

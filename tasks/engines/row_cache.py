@@ -103,15 +103,15 @@ class RowCache(Cache):
         return not self._recurrent_layers
 
     def begin_pass(
-        self, num_new_tokens: Sequence[tuple[BatchRow, int]], latent_layers: set[int], device: torch.device
+        self, rows: Sequence[tuple[BatchRow, int]], latent_layers: set[int], device: torch.device
     ) -> RowPass:
-        """Allocate the storage for a pass. num_new_tokens: its rows, each with the number of its new tokens.
+        """Allocate the storage for a pass. rows: its rows, each with the number of its new tokens.
         latent_layers: see RowPass."""
-        for row, count in num_new_tokens:
+        for row, count in rows:
             self._buckets.reserve(row, row.length + count)
-        row_pass = RowPass(num_new_tokens, self._buckets, self._storages, latent_layers, device)
+        row_pass = RowPass(rows, self._buckets, self._storages, latent_layers, device)
         if self._recurrent_layers:
-            self._load_states([num_new_tokens[i][0] for i in row_pass.order])
+            self._load_states([rows[i][0] for i in row_pass.order])
         return row_pass
 
     def remove(self, row: BatchRow) -> None:

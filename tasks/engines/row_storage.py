@@ -49,12 +49,14 @@ class LayerStorage:
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def write(self, capacity: int, slots: int, indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write new tokens into a bucket with at least `slots` slots. keys, values: [tokens, heads, size]. indices:
-        [tokens * heads], index of each head of each token in the bucket flattened to [slots * heads * capacity,
-        size]."""
+    def write(
+        self, capacity: int, bucket_rows: int, indices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write new tokens into a bucket, enlarged to at least `bucket_rows` slots. keys, values: [tokens, heads,
+        size]. indices: [tokens * heads], index of each head of each token in the bucket flattened to [slots * heads *
+        capacity, size]."""
         for buckets, tensor in ((self.keys, keys), (self.values, values)):
-            bucket = _ensure_slots(buckets, capacity, slots, tensor)
+            bucket = _ensure_slots(buckets, capacity, bucket_rows, tensor)
             bucket.view(-1, tensor.shape[-1]).index_copy_(0, indices, tensor.reshape(-1, tensor.shape[-1]))
 
     def copy(self, from_capacity: int, from_slot: int, to_capacity: int, to_slot: int, length: int) -> None:

@@ -28,16 +28,16 @@ class EnvironmentSource:
         options: Mapping[str, Any],
         seed: int,
         key: str,
-        limits: EnvironmentConfig,
+        config: EnvironmentConfig,
         endpoint: EndpointSettings,
     ) -> None:
         """Load the environment. key: its key in the job file, for messages. endpoint: the endpoint of agents."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
         settings = ForkSettings(
-            source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.local
+            source=source, options=dict(options), key=key, memory_mib=config.memory_mib, endpoint=endpoint.local
         )
-        self._resetter = Resetter(settings, limits.step_timeout_s)
+        self._resetter = Resetter(settings, config.step_timeout_s)
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:

@@ -13,12 +13,13 @@ from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
 from staleflow.tasks.settings import user_code
 
 ENVIRONMENT_ROLE = "environment"
-"""Message role of an observation that an environment returns as plain text."""
+"""Message role of an observation that an environment returns as plain text, and of tokens between two turns that belong
+to no message."""
 MAX_ERROR_CHARS = 500
 """Maximum characters of an error; longer ones are truncated."""
 
 MAX_MESSAGE_CHARS = 1_000_000
-"""Maximum characters of one message of an observation: more than any model's context holds."""
+"""Maximum characters of one message of an observation: some 250,000 tokens of English text."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -51,7 +52,7 @@ class Episode(Protocol):
     """One episode of an environment. Its methods raise EpisodeFailed; the caller enforces the timeouts."""
 
     async def begin(self) -> Prompt:
-        """Create and reset the environment; returns its first observation."""
+        """Create and reset the environment. Returns its first observation; empty if it has none."""
         ...
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
@@ -112,7 +113,7 @@ class CallEpisode:
         """Do nothing: there is nothing to release."""
 
     def kill(self) -> None:
-        """Do nothing: the process ends with the call."""
+        """Do nothing: whoever runs the call in a process of its own kills that."""
 
 
 def parse_observation(value: object, label: str) -> Prompt:

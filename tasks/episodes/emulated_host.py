@@ -19,7 +19,7 @@ class EmulatedHostSettings:
     """Settings of an emulated run's environment hosts. time_scale: emulated seconds per second of real time."""
 
     episodes: EmulatedEpisodes
-    limits: EnvironmentConfig
+    environment_config: EnvironmentConfig
     time_scale: float
 
     def build(self) -> EmulatedEnvironments:
@@ -33,7 +33,7 @@ class EmulatedEnvironments:
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
         self._episodes = settings.episodes
-        self._slots = asyncio.Semaphore(settings.limits.concurrency)
+        self._slots = asyncio.Semaphore(settings.environment_config.concurrency)
 
     needs_token_ids = False
 
@@ -52,7 +52,7 @@ class EmulatedEnvironments:
         step = self._episodes.env_step(
             abs(key.group), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
         )
-        limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
+        limit_s, scale = self._settings.environment_config.step_timeout_s, self._settings.time_scale
         now = asyncio.get_running_loop().time
         queued_s = now()
         async with self._slots:

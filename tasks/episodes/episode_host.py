@@ -108,10 +108,10 @@ class EpisodeHost:
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._limits = settings.source.limits
+        self._config = settings.source.environment_config
         self._entries: dict[EpisodeKey, HostedEpisode] = {}
         self._ended_results: dict[EpisodeKey, tuple[tuple[str, ...], HostedStepResult]] = {}
-        self._slots = asyncio.Semaphore(self._limits.concurrency)
+        self._slots = asyncio.Semaphore(self._config.concurrency)
         self._makers: dict[tuple[str | None, bool], EpisodeMaker] = {}
         """Makers of episodes, by (key of the environment, whether it is that of held-out tasks)."""
         self._makers_lock = threading.Lock()
@@ -124,7 +124,7 @@ class EpisodeHost:
         not work."""
         settings = self._settings
         if settings.scoring is not None:
-            await check_tools((await asyncio.to_thread(self._get_maker, None, False)).tools, self._limits)
+            await check_tools((await asyncio.to_thread(self._get_maker, None, False)).tools, self._config)
         else:
             await self._check_environment("", settings.source)
         for name, source in settings.environments.items():
@@ -319,7 +319,7 @@ class EpisodeHost:
         self, key: EpisodeKey, record: Record, entry: HostedEpisode, text: str, turn_number: int, *, truncated: bool
     ) -> HostedStepResult:
         assert entry.episode is not None
-        last = turn_number >= self._limits.max_turns
+        last = turn_number >= self._config.max_turns
         result: EnvStepResult = await self._with_episode_timeout(
             entry, entry.episode.step(text, truncated=truncated, last=last), f"step {turn_number}"
         )
@@ -347,7 +347,7 @@ class EpisodeHost:
         started_s = time.monotonic()
         try:
             with entry.programs.as_owner():
-                return await self._with_timeout(request, label, self._limits.episode_timeout_s - entry.spent_s)
+                return await self._with_timeout(request, label, self._config.episode_timeout_s - entry.spent_s)
         finally:
             entry.spent_s += time.monotonic() - started_s
 
@@ -357,15 +357,15 @@ class EpisodeHost:
         EpisodeFailed."""
         task = asyncio.ensure_future(request)
         try:
-            await asyncio.wait({task}, timeout=max(0.0, min(self._limits.step_timeout_s, remaining_s)))
+            await asyncio.wait({task}, timeout=max(0.0, min(self._config.step_timeout_s, remaining_s)))
         finally:
             if not task.done():
                 task.cancel()
             # Reads the error of a task that is not awaited any longer, so that asyncio does not log it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
         if not task.done():
-            knob = "step_timeout_s" if self._limits.step_timeout_s <= remaining_s else "episode_timeout_s"
-            limit = getattr(self._limits, knob)
+            knob = "step_timeout_s" if self._config.step_timeout_s <= remaining_s else "episode_timeout_s"
+            limit = getattr(self._config, knob)
             raise EpisodeFailed(f"{label} took longer than environment.{knob} = {limit:g} s")
         if task.cancelled():
             raise EpisodeFailed(f"{label} was cancelled by the environment")
@@ -410,7 +410,7 @@ class EpisodeHost:
             if (name, is_eval_source) not in self._makers:
                 if name is None:
                     assert settings.scoring is not None
-                    self._makers[name, is_eval_source] = tool_maker(settings.scoring, self._limits)
+                    self._makers[name, is_eval_source] = tool_maker(settings.scoring, self._config)
                 else:
                     self._makers[name, is_eval_source] = environment_maker(source, is_eval_source, self._endpoint)
             return self._makers[name, is_eval_source]

@@ -27,8 +27,8 @@ class EpisodeMaker:
     """Creates episodes of an environment.
 
     Args:
-        repeatable: See EnvironmentTraits.
         make: Creates an episode of a task from its record.
+        repeatable: See EnvironmentTraits.
         score: Scores the answer of a single-turn task; None for environments.
         close: Stops the processes that the episodes share.
         tools: Tools that episodes of tasks with a verifier may call.
@@ -50,12 +50,12 @@ def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: En
         endpoint: The endpoint of agents.
     """
     key = "task.eval_source" if is_eval_source else "task.source"
-    task, limits = source.task, source.limits
+    task, config = source.task, source.environment_config
     reference, options = (task.eval_source, source.eval_options) if is_eval_source else (task.source, source.options)
     fork_server = ForkServer(
-        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=limits.memory_mib)
+        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=config.memory_mib)
     )
-    is_isolated = limits.isolation == "process"
+    is_isolated = config.isolation == "process"
     if is_agent(reference):
         return agent_maker(fork_server, endpoint, is_isolated=is_isolated)
     traits = traits_of(reference, key)
@@ -101,9 +101,10 @@ def agent_maker(fork_server: ForkServer, endpoint: EndpointServer, *, is_isolate
     return EpisodeMaker(make=make, repeatable=False, close=fork_server.close)
 
 
-def tool_maker(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
-    """Build the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
-    tools = tools_of(limits)
+def tool_maker(scoring: ScoringSettings, config: EnvironmentConfig) -> EpisodeMaker:
+    """Build the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError.
+    config: the job's [environment]."""
+    tools = tools_of(config)
     scorer = Scorer(scoring)
     scorer.check()
 
@@ -114,7 +115,7 @@ def tool_maker(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMa
                 tool.server.close()
 
     return EpisodeMaker(
-        make=lambda record: ToolEpisode(record, tools, limits),
+        make=lambda record: ToolEpisode(record, tools, config),
         repeatable=True,
         score=lambda text, record: scorer.score([(text, record)])[0],
         close=close,

@@ -8,6 +8,7 @@ sampled, so the policy would be trained on contexts that it never saw.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, observation
         return PlainBridge(tokenizer, observation_template)
     by_template = TemplateBridge(tokenizer)
     renderer = tokenizer.renderer(model)
-    return by_template if renderer is None else RendererBridge(renderer, by_template)
+    return by_template if renderer is None else RendererBridge(renderer, by_template, tokenizer.lock)
 
 
 class PlainBridge:
@@ -135,13 +136,15 @@ _REMEDY = "put a template that only appends into the model's folder (chat_templa
 
 class RendererBridge:
     """Messages by the `renderers` package, which knows the model's family. Messages that it declines use the chat
-    template."""
+    template. lock: that of the tokenizer which the renderer uses."""
 
-    def __init__(self, renderer: Any, fallback: TemplateBridge) -> None:
-        self._renderer, self._fallback = renderer, fallback
+    def __init__(self, renderer: Any, fallback: TemplateBridge, lock: threading.Lock) -> None:
+        self._renderer, self._fallback, self._lock = renderer, fallback, lock
 
     def check(self, roles: Collection[str]) -> None:
-        prompt = list(self._renderer.render_ids([{"role": "user", "content": QUESTION}], add_generation_prompt=True))
+        question = [{"role": "user", "content": QUESTION}]
+        with self._lock:
+            prompt = list(self._renderer.render_ids(question, add_generation_prompt=True))
         any_turn = prompt[:1]
         for role in roles:
             if self._bridge_tokens(prompt, any_turn, [Message(role, PROBE)]) is None:
@@ -157,7 +160,8 @@ class RendererBridge:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
         chat = [{"role": "user" if m.role in USER_ROLES else m.role, "content": m.content} for m in messages]
         try:
-            rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), chat)
+            with self._lock:
+                rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), chat)
         except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
             return None
         context_tokens = [*before, *turn]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.stores.errors import ConfigError, raised_as
+from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.user_code import error_text
 
@@ -35,7 +35,8 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Guards the tokenizer's state. Users of `renderer`'s result hold it, too."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -43,18 +44,18 @@ class ChatTokenizer:
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         # An array, because transformers checks each element of a list, which takes longer than decoding.
-        with self._lock:
+        with self.lock:
             return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Encode a text."""
-        with self._lock:
+        with self.lock:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def end_id(self) -> int:
         """Id of the token that ends a response. Raises ConfigError if the tokenizer defines none."""
-        with self._lock:
+        with self.lock:
             end = self._tokenizer.eos_token_id
         if end is None:
             raise ConfigError("model.path: its tokenizer names no eos_token, which ends a response")
@@ -69,7 +70,7 @@ class ChatTokenizer:
                 "task.chat = true: the chat template leaves out the definitions of tools; describe them in a message, "
                 "or put a template that has a place for them into the model's folder (chat_template.jinja)"
             )
-        # Such as a half of a character that the template has put in.
+        # A lone surrogate in the template's text, half of a character of UTF-16, cannot be encoded.
         problem = "task.chat = true: the text of the chat template cannot be encoded"
         with raised_as(ConfigError, problem, Exception, describe=error_text):
             return self.ids(text)
@@ -79,7 +80,7 @@ class ChatTokenizer:
         with_tools = {"tools": json.loads(tools)} if tools else {}
         chat = [message._asdict() for message in messages]
         problem = f"task.chat = true: the chat template fails on messages of {', '.join(m.role for m in messages)}"
-        with self._lock, raised_as(ConfigError, problem, Exception, describe=error_text):
+        with self.lock, raised_as(ConfigError, problem, Exception, describe=error_text):
             render = self._tokenizer.apply_chat_template
             return str(render(chat, tokenize=False, add_generation_prompt=True, **with_tools))
 
@@ -90,7 +91,7 @@ class ChatTokenizer:
     def renderer(self, model: str) -> Any:
         """The renderer of the `renderers` package for a model, if the package is installed, knows the model, and
         renders as the chat template does; else None."""
-        with self._lock:
+        with self.lock:
             return known_renderer(self._tokenizer, model)
 
 
@@ -112,8 +113,9 @@ def load_tokenizer(model: str, key: str = "model.path") -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the libraries raise errors of many kinds for a file of another form
+        is_described = isinstance(error, OSError | ValueError) and str(error).strip()
+        reason = str(error).strip().splitlines()[0] if is_described else with_type(error)
         raise ConfigError(f"{key} = {model!r}: its tokenizer cannot be loaded: {reason}") from error
 
 

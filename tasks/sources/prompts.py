@@ -168,7 +168,7 @@ class TokenizedPrompts:
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
         """tokenizer: the model's tokenizer; loaded by default."""
         self._task_config = settings.source.task
-        self._observation_template = settings.source.limits.template
+        self._observation_template = settings.source.environment_config.template
         """Text inserted around observations without a chat template."""
         if self._task_config.system and not self._task_config.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")

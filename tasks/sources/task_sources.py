@@ -165,8 +165,8 @@ class SourceSettings:
     seed: int
     tokenizer: str = ""
     """Folder of the model's tokenizer, for sources that render by it."""
-    limits: EnvironmentConfig = EnvironmentConfig()
-    """Limits of multi-turn environments, such as how many episodes run at once."""
+    environment_config: EnvironmentConfig = EnvironmentConfig()
+    """The job's [environment]."""
     endpoint: EndpointSettings = EndpointSettings()
     """Settings of the endpoint through which agents sample."""
 
@@ -179,7 +179,7 @@ class SourceSettings:
     def concurrency(self) -> int:
         """Number of tasks drawn at the same time: environments mostly wait for resets. Raises ConfigError."""
         is_environment_source = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
-        return self.limits.concurrency if is_environment_source else 1
+        return self.environment_config.concurrency if is_environment_source else 1
 
     def build(self) -> TaskSource:
         """Create the task source. Raises ConfigError."""
@@ -205,7 +205,7 @@ class SourceSettings:
         return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.needs_tokenizer else dict(options)
 
     def _make_source(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
-        return make_source(source, options, self.seed, self.task.columns, use, self.limits, self.endpoint)
+        return make_source(source, options, self.seed, self.task.columns, use, self.environment_config, self.endpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,7 @@ def make_source(
     seed: int,
     columns: Columns | None = None,
     use: Use = Use.BOTH,
-    limits: EnvironmentConfig | None = None,
+    environment_config: EnvironmentConfig | None = None,
     endpoint: EndpointSettings | None = None,
     key: str = "",
 ) -> TaskSource:
@@ -240,7 +240,7 @@ def make_source(
         seed: Seed of the run.
         columns: Columns of a data set's rows.
         use: Which rows of a data set are used.
-        limits: Limits of a multi-turn environment.
+        environment_config: The job's [environment].
         endpoint: Settings of an agent's endpoint.
         key: Key in the job file that names the source, for messages.
 
@@ -259,7 +259,7 @@ def make_source(
         return EmulatedSource()
     if name and is_environment(source, key):
         return EnvironmentSource(
-            source, options, seed, key, limits or EnvironmentConfig(), endpoint or EndpointSettings()
+            source, options, seed, key, environment_config or EnvironmentConfig(), endpoint or EndpointSettings()
         )
     if name:
         return UserSource(source, options, seed, key)

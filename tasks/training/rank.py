@@ -6,15 +6,15 @@ import socket
 from dataclasses import dataclass
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""Maximum number of seconds that a rank waits for the others. In a run the driver's deadlines detect a rank that hangs
-sooner; this ends threads whose run has ended. It is long enough for other ranks to write their shards or a
-checkpoint."""
+"""Maximum number of seconds that a rank waits for the others: long enough for them to write their shards or a
+checkpoint. A rank that hangs longer fails the step, even within `deadlines.train_s`. This also ends threads whose run
+has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Rank `number` of `count`. host, port: address of the store by which the ranks find each other. listener_fd: on
-    the leading rank, the descriptor of the listening socket, unless another process has it."""
+    """Rank `number` of `count`. host, port: address of PyTorch's TCPStore, by which the ranks find each other.
+    listener_fd: on the leading rank, the descriptor of the listening socket, unless another process has it."""
 
     number: int = 0
     count: int = 1

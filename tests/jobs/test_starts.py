@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.jobs.starts import Start, StartRecords, read
+from staleflow.pipeline.jobs.starts import Start, StartRecorder, read
 from staleflow.pipeline.jobs.summary import write_report
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ActorLost, StoreError
@@ -19,29 +19,30 @@ PHASES = {
 
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
-    killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
-    first = StartRecords(tmp_path, 0, 0.0)
+    killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1},
+                       phases={**PHASES, "wall_s": 8.0})  # fmt: skip
+    first = StartRecorder(tmp_path, 0, 0.0)
     first.on_status(None, killed)
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
-    with pytest.raises(ActorLost), StartRecords(tmp_path, 3, 10.0).record_end(lost):
+    with pytest.raises(ActorLost), StartRecorder(tmp_path, 3, 10.0).record_end(lost):
         raise ActorLost("server is gone")
 
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
-    with StartRecords(tmp_path, 4, 12.0).record_end(last):
+    with StartRecorder(tmp_path, 4, 12.0).record_end(last):
         pass
     assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
     ]  # fmt: skip
-    assert read(tmp_path)[2].phases["wall_s"] == 18.0
+    assert [item.phases["wall_s"] for item in read(tmp_path)] == [8.0, 2.0, 18.0]
 
     summary = write_report(loading.from_tree({"rollout": {"engine": {"name": "emulated"}}}), last, tmp_path)
     assert summary["losses"] == ["3.0 s: rollout-0 is gone", "20.0 s: reward-0 is gone"]
     assert summary["alarms"] == ["drift"]
     assert summary["commands"] == {"Route": 7, "Pull": 1, "Train": 5}
-    assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 2.0, "driver_cpu_s": 6.0,
-                                  "rollout_busy_s": 10.0, "rollout_assigned_s": 0.0,
+    assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 3.0, "driver_cpu_s": 9.0,
+                                  "rollout_busy_s": 15.0, "rollout_assigned_s": 0.0,
                                   "rollout_idle_with_work_s": 0.0}  # fmt: skip
     assert [item["end"] for item in json.loads((tmp_path / "summary.json").read_text())["starts"]] == [
         "", "failed: server is gone", "done",
@@ -50,9 +51,9 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 def test_a_stop_is_recorded(tmp_path: Path) -> None:
     outcomes = RunReport(stopped="cancelled")
-    with StartRecords(tmp_path, 0, 0.0).record_end(outcomes):
+    with StartRecorder(tmp_path, 0, 0.0).record_end(outcomes):
         pass
-    with pytest.raises(KeyboardInterrupt), StartRecords(tmp_path, 0, 0.0).record_end(outcomes):
+    with pytest.raises(KeyboardInterrupt), StartRecorder(tmp_path, 0, 0.0).record_end(outcomes):
         raise KeyboardInterrupt
     assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 
@@ -68,7 +69,7 @@ def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> 
 
 
 def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
-    starts, outcomes = StartRecords(tmp_path, 0, 0.0), RunReport()
+    starts, outcomes = StartRecorder(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
     starts.on_status(None, outcomes)
     assert read(tmp_path) == [Start(0)]

@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.journal import open_part
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.run_page import run_reader
 from staleflow.pipeline.run_page.run_reader import JournalFollower, RunReader
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
@@ -162,6 +166,28 @@ def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
     assert RunReader(run.run_dir).state() == "interrupted"
 
 
+def test_a_run_that_ended_early_is_running_once_it_is_resumed(tmp_path: Path) -> None:
+    run = StoredRun(tmp_path, steps=3, groups=1)
+    run.train([("one", [Response("a", 1.0), Response("b", 0.0)])])
+    run.end()
+    assert RunReader(run.run_dir).state() == "ended early"
+    (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    assert RunReader(run.run_dir).state() == "running"
+
+
+def test_a_job_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, 1)
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> RunConfig:
+        loaded.append(folder)
+        return load_job(folder)
+
+    monkeypatch.setattr(run_reader, "load_job", load)
+    reader = RunReader(run.run_dir)
+    assert (reader.config.steps, reader.config.steps, loaded) == (1, 1, [run.run_dir])
+
+
 def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run; `staleflow store ls` lists runs"):
         RunReader(tmp_path)
@@ -212,7 +238,7 @@ def test_a_journal_is_read_incrementally_and_a_partial_line_waits(tmp_path: Path
     assert (follower.index.num_entries, follower.index.read_share) == (0, 1.0)
     path.write_text(JOINED + tick(1.0)[:10])
     follower.follow([path])
-    assert follower.index.num_entries == 1
+    assert (follower.index.num_entries, follower.index.read_share) == (1, 1.0)
     path.write_text(JOINED + tick(1.0) + tick(2.0))
     follower.follow([path])
     assert (follower.index.num_entries, follower.index.last_s, follower.index.read_error) == (3, 2.0, "")
@@ -242,6 +268,38 @@ def test_journals_of_a_resumed_run_are_read_in_order(tmp_path: Path) -> None:
     assert follower.index.last_s == 7.0
     assert follower.index.starts == [0.0, 5.0]
     assert follower.index.num_entries == 4
+
+
+def test_the_incomplete_last_line_of_a_killed_start_counts_as_read(tmp_path: Path) -> None:
+    now, before = tmp_path / "events.jsonl", tmp_path / "events.1.jsonl"
+    before.write_text(JOINED + tick(1.0)[:10])
+    now.write_text(JOINED + tick(2.0))
+    follower = JournalFollower(1)
+    for _ in range(2):
+        follower.follow([before, now])
+        assert (follower.index.num_entries, follower.index.read_share) == (3, 1.0)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_part_that_is_renamed_while_it_is_read_is_read_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, continues: bool
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(JOINED + tick(1.0))
+
+    def rename_and_open(file: Path) -> Any:
+        monkeypatch.setattr(run_reader, "open_part", open_part)
+        path.rename(tmp_path / "events.jsonl.0001")
+        if continues:
+            path.write_text('{"part":2}\n' + tick(2.0))
+        return open_part(file)
+
+    monkeypatch.setattr(run_reader, "open_part", rename_and_open)
+    follower = JournalFollower(1)
+    follower.follow([path])
+    assert follower.index.num_entries == 0
+    follower.follow([path])
+    assert (follower.index.num_entries, follower.index.read_share) == (2 + continues, 1.0)
 
 
 def test_an_invalid_line_is_named_and_skipped(tmp_path: Path) -> None:

@@ -44,6 +44,12 @@ def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
         assert step - stored < MAX_UNCOMMITTED, f"step {step} began with {stored} stored"
 
 
+def test_seconds_of_a_run_are_in_its_report_at_each_stored_step(body: Body) -> None:
+    run = body.checked_run("steps=3", world=quick_world(2.0))
+    assert len(run.wall_s) == 3
+    assert 0 < run.wall_s[0] < run.wall_s[1] < run.wall_s[2] < run.outcomes.phases["wall_s"]
+
+
 def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> None:
     """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
     run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick_world(7.0))

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.emulation.workload import Turn
+from staleflow.tasks.sources.task_sources import LabelledRecord, label_record
 from tests.commands import command
 from tests.support.stored_runs import Response, StoredRun
 
@@ -40,6 +42,11 @@ def last(answer, record):
 @pytest.fixture
 def run(tmp_path: Path) -> StoredRun:
     """A run of two steps of two responses: one of three turns, the others of one."""
+    return small_run(tmp_path, "which of 0?", "which of 1?")
+
+
+def small_run(tmp_path: Path, *prompts: str) -> StoredRun:
+    """Return the run of `run` with the prompts of its steps."""
     (tmp_path / "mine.py").write_text(MINE)
     lines = [json.dumps({"prompt": f"which of {i}?", "answer": "8"}) for i in range(4)]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
@@ -47,8 +54,8 @@ def run(tmp_path: Path) -> StoredRun:
         tmp_path, steps=2, task={"source": f"jsonl:{tmp_path / 'tasks.jsonl'}", "eval_prompts": 0},
         rollout={"max_new_tokens": 64},
     )  # fmt: skip
-    stored.train([("which?", [GUESSED, Response(text="no idea")])])
-    stored.train([("which?", [Response(text="8", reward=1.0), Response(text="9")])])
+    stored.train([(prompts[0], [GUESSED, Response(text="no idea")])])
+    stored.train([(prompts[1], [Response(text="8", reward=1.0), Response(text="9")])])
     stored.end()
     return stored
 
@@ -118,23 +125,118 @@ def test_an_export_has_messages_and_a_mask_of_sampled_tokens(run: StoredRun, tmp
 
 
 def test_a_reward_function_gets_the_last_turn_and_all_turns_in_the_record(run: StoredRun, tmp_path: Path) -> None:
-    config = reward_rescoring._replace_reward(run.config, f"{tmp_path}/mine.py:last")
-    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
-    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
-    try:
-        _, block = reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)
-    finally:
-        reward_rescoring._per_thread.scorer[1].close()
-        del reward_rescoring._per_thread.scorer
+    block = score_rows(run, f"{tmp_path}/mine.py:last")
     assert block.errors == {}
     assert block.rewards.tolist() == [2.0, 1.0, 0.0, 0.0]
 
 
-def test_environment_rewards_cannot_be_recomputed(run: StoredRun) -> None:
-    acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, multi_turn="yes"))
+def score_rows(run: StoredRun, reward: str, template: str = "{prompt}") -> reward_rescoring.ScoredBlock:
+    """Score all rows of a run again, with task.template set."""
+    task = dataclasses.replace(run.config.task, template=template)
+    config = reward_rescoring._replace_reward(dataclasses.replace(run.config, task=task), reward)
+    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
+    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
+    try:
+        return reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)[1]
+    finally:
+        reward_rescoring._per_thread.scorer[1].close()
+        del reward_rescoring._per_thread.scorer
+
+
+def test_a_response_to_a_prompt_that_the_data_lacks_now_is_not_scored(run: StoredRun, tmp_path: Path) -> None:
+    rows = tmp_path / "tasks.jsonl"
+    first, *others = rows.read_text().splitlines()
+    rows.write_text("\n".join([first.replace("8", "7"), *reversed(others)]))
+    block = score_rows(run, f"{tmp_path}/mine.py:last")
+    error = "the prompt of its task is not the stored one any more: 'which of 3?'..."
+    assert block.errors == {2: error, 3: error}
+    assert block.valid.tolist() == [True, True, False, False]
+    assert block.rewards.tolist() == [2.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_scored"),
+    [(("5 May: which of 0?", "15 May: which of 1?"), True), (("5 May: 1which of 0?",) * 2, False)],
+)
+def test_the_template_of_a_prompt_may_have_another_date(
+    tmp_path: Path, prompts: tuple[str, str], is_scored: bool
+) -> None:
+    stored = small_run(tmp_path, *prompts)
+    block = score_rows(stored, f"{tmp_path}/mine.py:last", template="6 May: {prompt}")
+    assert block.valid.tolist() == [is_scored] * 4
+
+
+def test_rows_without_a_response_are_not_among_the_responses_that_failed(tmp_path: Path) -> None:
+    """Two rows cannot be read, and have no response; two have one."""
+    stored = StoredRun(tmp_path, group=4, steps=1)
+    stored.train(
+        [("which?", [Response(text="8", reward=1.0), Response(text="9"), Response(text=""), Response(text="")])]
+    )
+    stored.end()
+    valid = np.array([True, True, False, False])
+    block = reward_rescoring.ScoredBlock(
+        rewards=np.array([1, 0, 0, 0], np.float32), valid=valid, errors={2: "is corrupt", 3: "is corrupt"}
+    )
+
+    class OneBlock:
+        def blocks(self, count: int) -> list[tuple[int, int]]:
+            return [(0, count)]
+
+        def run(self, function: object, calls: object) -> list[tuple[int, reward_rescoring.ScoredBlock]]:
+            return [(0, block)]
+
+    pool: Any = OneBlock()
+    result = reward_rescoring.rescore(stored.run_dir, "task", "again", pool)
+    assert (result.rows, result.scored, list(result.errors)) == (4, 2, [2, 3])
+    valid[:2] = False
+    with pytest.raises(
+        ConfigError, match="scoring failed on all 2 responses, so nothing is stored; on trajectory 2: is"
+    ):
+        reward_rescoring.rescore(stored.run_dir, "task", "other", pool)
+
+
+def test_the_turns_of_a_record_leave_its_task_source(run: StoredRun) -> None:
+    prompts = actor_settings.prompt_settings(run.config, held_out=0, longest_prompt=None).build()
+    trajectory = next(iter(run.store.ended())).trajectory
+    _, record = reward_rescoring._make_reward_item(prompts, trajectory, label_record("games", {"answer": "8"}))
+    assert isinstance(record, LabelledRecord)
+    assert (record.label, record["turns"][-1]["content"]) == ("games", "done")
+
+
+ENVIRONMENT = """
+class Guess:
+    def reset(self, seed=None):
+        return "which?", {}
+
+    def step(self, text):
+        return "", 1.0, True, False, {}
+"""
+
+
+def test_environment_rewards_cannot_be_recomputed(run: StoredRun, tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(ENVIRONMENT)
+    task = dataclasses.replace(run.config.task, source=f"{tmp_path}/guess.py:Guess")
+    acting = dataclasses.replace(run.config, task=task)
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
         reward_rescoring.check_request(run.run_dir, "task", "again")
+    with pytest.raises(ConfigError, match="rewards its episodes while they are played"):
+        reward_rescoring.check_request(run.run_dir, "", "again", ('reward.parts={a={function="task"}}',))
+
+
+def test_rewards_of_a_task_with_tools_can_be_recomputed(run: StoredRun) -> None:
+    tools = dataclasses.replace(run.config.environment, tools=["calculator"])
+    (run.run_dir / "config.toml").write_text(knob_tree.to_toml(dataclasses.replace(run.config, environment=tools)))
+    reward_rescoring.check_request(run.run_dir, "task", "again")
+    reward_rescoring.check_request(run.run_dir, "", "again", ("task.answer_pattern=(.)$",))
+
+
+@pytest.mark.parametrize(
+    "change", ['reward.parts={a={function="task"}}', "reward.parts.a.weight=2", "reward.function=task"]
+)
+def test_another_reward_and_a_key_that_it_replaces_are_refused(run: StoredRun, tmp_path: Path, change: str) -> None:
+    with pytest.raises(ConfigError, match=r"^override reward\..* replaces this key; leave one of the two out"):
+        reward_rescoring.check_request(run.run_dir, f"{tmp_path}/mine.py:last", "again", (change,))
 
 
 def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:

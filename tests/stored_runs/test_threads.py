@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from staleflow.pipeline.config import loading
+from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool
@@ -290,6 +290,10 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     shutil.copy(stored / "config.toml", folder)
     rng = np.random.default_rng(0)
+    header = VersionedStore.open(stored / "store").header
+    prompts = actor_settings.prompt_settings(
+        loading.load(folder / "config.toml"), held_out=header.held_out, longest_prompt=header.longest_prompt
+    ).build()
     rows = []
     for i in range(ROWS):
         tokens = rng.integers(2, 14, int(rng.integers(4, 20))).astype(np.int32)
@@ -297,7 +301,7 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         trajectory = Trajectory(
             id=TrajectoryId(i),
             group=GroupId(i // 4),
-            prompt_tokens=rng.integers(2, 14, 6).astype(np.int32),
+            prompt_tokens=np.asarray(prompts.encode(prompts.task(i // 4)), np.int32),
             spans=(segment,),
         )
         rows.append(
@@ -308,7 +312,6 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ledger = LedgerState(
         num_started=ROWS, num_ended={"aborted:run_ended": ROWS}, live=(), next_step=0, version=PolicyVersion(0)
     )
-    header = VersionedStore.open(stored / "store").header
     VersionedStore.create(folder / "store", header).commit(StepRecord(kind="end", step=0, ledger=ledger), rows)
     return folder
 

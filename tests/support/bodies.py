@@ -80,6 +80,8 @@ class Run(RunListener):
     """Activities outside of training with their start on the clock of the loop."""
     steps: list[int] = field(default_factory=list)
     """Steps that were reported as stored."""
+    wall_s: list[float] = field(default_factory=list)
+    """Seconds of the run in its report when each of these steps was."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """Evaluations that were reported."""
     ended_s: float = 0.0
@@ -98,6 +100,7 @@ class Run(RunListener):
 
     def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self.steps.append(int(step["step"]))
+        self.wall_s.append(self.outcomes.phases["wall_s"])
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)

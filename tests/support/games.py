@@ -256,7 +256,7 @@ async def own(session, task):
 def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeSettings:
     config = EnvironmentConfig(**limits)
     return EpisodeSettings(
-        source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, limits=config)
+        source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, environment_config=config)
     )
 
 

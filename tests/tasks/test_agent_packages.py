@@ -32,7 +32,7 @@ from tests.tasks.test_agent_clients import capture_server, free_port, serving
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
     config = EnvironmentConfig(**{"step_timeout_s": 60.0, "max_turns": 3, **limits})
     return EpisodeSettings(
-        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, limits=config)
+        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, environment_config=config)
     )
 
 

@@ -182,7 +182,7 @@ def settings(
     endpoint = EndpointSettings(config=EndpointConfig(changed_past=changed_past))
     return EpisodeSettings(
         source=SourceSettings(
-            task=TaskConfig(source=source, options=options or {}), seed=3, limits=config, endpoint=endpoint
+            task=TaskConfig(source=source, options=options or {}), seed=3, environment_config=config, endpoint=endpoint
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, known_renderer
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, known_renderer, load_chat_tokenizer
 from staleflow.tasks.rendering.task_source import Message
 from tests.tasks.chat_models import MODELS, chat_tokenizer
 
@@ -143,6 +144,33 @@ def test_renderer_bridges_match_template_bridges(name: str, model: str, role: st
     for turn in ([*texts.ids("in the"), end_of(name)], list(texts.ids("in the"))):
         hears = [Message(role, "the 12")]
         assert bridge.ids(before, turn, hears, 1) == TemplateBridge(texts).ids(before, turn, hears, 1)
+
+
+def test_a_renderer_is_used_under_the_lock_of_its_tokenizer() -> None:
+    texts = TEXTS["smollm2"]
+    is_locked: list[bool] = []
+
+    class Renderer:
+        def render_ids(self, *_: object, **__: object) -> list[int]:
+            is_locked.append(texts.lock.locked())
+            return [1]
+
+        def bridge_to_next_turn(self, *_: object) -> None:
+            is_locked.append(texts.lock.locked())
+
+    renderer: Any = Renderer()
+    bridge = RendererBridge(renderer, TemplateBridge(texts), texts.lock)
+    bridge.check(["user"])
+    assert bridge.ids([1], [2], [Message("user", "go")], 1)
+    assert is_locked == [True] * 3
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '"text"'])
+def test_a_tokenizer_file_of_another_form_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match=r"^model.path = .*: its tokenizer cannot be loaded: [A-Z]\w+Error: "):
+        load_chat_tokenizer(str(tmp_path))
 
 
 def test_a_renderer_is_used_only_for_models_with_the_same_template(tmp_path: Path) -> None:

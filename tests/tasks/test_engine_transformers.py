@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
+from staleflow.tasks.engines.row_attention import RowPass
+from staleflow.tasks.engines.row_storage import Buckets
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.brake import brake, brake_of_transformers, check_brake  # noqa: F401  used by name
@@ -338,3 +341,15 @@ class TestServedAdapters(AdapterEngineTests):
         )
         yield engine
         engine.close()
+
+
+def test_repeated_masks_belong_to_a_list_that_lives_and_to_a_dtype() -> None:
+    """Another list could get the id of one that was freed."""
+    row_pass = RowPass([], Buckets([], 1), {}, set(), torch.device("cpu"))
+    masks = [torch.zeros(1, 1, 1, 2)]
+    mask = weakref.ref(masks[0])
+    for dtype in (torch.float32, torch.float64):
+        (repeated,) = row_pass._repeat_masks(masks, 2, dtype)
+        assert (repeated.shape, repeated.dtype) == ((1, 1, 2, 2), dtype)
+    del masks
+    assert mask() is not None

@@ -194,7 +194,7 @@ def test_a_job_with_an_environment_has_episode_settings(games: Path, tmp_path: P
     job.write_text(f'[model]\npath = "x"\n[task]\nsource = "{games}:Guess"\n[environment]\nmax_turns = 5\n')
     config = loading.load(job)
     episode_settings = actor_settings.episode_settings(config)
-    assert episode_settings.source.limits.max_turns == 5
+    assert episode_settings.source.environment_config.max_turns == 5
     assert episode_settings.source.build().task(0).prompt == "Guess a number from 1 to 8."
     assert user_files.with_absolute_paths(config).has_environment
     assert not user_files.with_absolute_paths(

@@ -23,7 +23,7 @@ LIMITS = EnvironmentConfig(step_timeout_s=60)
 
 def settings(source: str, **options: Any) -> EpisodeSettings:
     return EpisodeSettings(
-        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, limits=LIMITS)
+        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, environment_config=LIMITS)
     )
 
 

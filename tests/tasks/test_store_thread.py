@@ -27,6 +27,9 @@ class FailingStore:
             raise StoreUnavailable("503 Slow Down")
         return f"entry {step}"
 
+    def ended(self, step: int) -> list[Any]:
+        return []
+
 
 async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
     bucket: Any = FailingStore(60.0)
@@ -34,6 +37,8 @@ async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest
     entry = asyncio.ensure_future(thread.chain_entry(3))
     await asyncio.sleep(50.0)
     assert thread.outage == "503 Slow Down"
+    assert await thread.consumed_rows(0) == []
+    assert thread.outage == "503 Slow Down", "an operation still waits"
     assert await entry == "entry 3"
     assert thread.outage == ""
     assert bucket.tried_s == pytest.approx([0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 30.5, 45.5, 60.5])
@@ -42,7 +47,7 @@ async def test_a_failed_operation_is_retried_after_growing_pauses(caplog: pytest
     thread.close()
 
 
-@pytest.mark.parametrize(("commit_s", "last_s"), [(7.5, 7.5), (7.4, 3.5)])
+@pytest.mark.parametrize(("commit_s", "last_s"), [(7.5, 7.5), (7.4, 7.4)])
 async def test_an_operation_fails_after_commit_s_of_retries(commit_s: float, last_s: float) -> None:
     bucket: Any = FailingStore(60.0)
     thread = StoreThread(bucket, commit_s)

@@ -57,11 +57,11 @@ def test_the_job_with_tools_is_valid() -> None:
 
 async def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text("".join(blocks("Tools", "python")))
-    limits = EnvironmentConfig(tools=["calculator", f"{tmp_path}/tools.py:capital"])
-    tools = tools_of(limits)
+    config = EnvironmentConfig(tools=["calculator", f"{tmp_path}/tools.py:capital"])
+    tools = tools_of(config)
 
     async def answer(turn: str) -> list[str]:
-        text = await ToolEpisode({}, tools, limits).step(turn, truncated=False, last=False)
+        text = await ToolEpisode({}, tools, config).step(turn, truncated=False, last=False)
         return [message.content for message in text.messages]
 
     assert await answer(
