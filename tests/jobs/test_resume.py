@@ -19,7 +19,7 @@ import pytest
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import resumption
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir, write_job
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
@@ -147,7 +147,8 @@ def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) 
     assert {changed, compared} <= set(summary["notes"])
 
 
-def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> None:
+def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer of the previous start finishes another one while the folder is prepared, which does not count."""
     folder = tmp_path / "copy"
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
@@ -156,8 +157,19 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path) -> 
     newest = points.path(PolicyVersion(3))
     newest.write_bytes(newest.read_bytes()[:-1000])
     assert resumption.resume_version(config) == 2
-    undone = resumption.prepare(config)
+    remove_after, previous_trainer = ResumePoints.remove_after, ResumePoints(folder / "resume")
+    previous_trainer.claim()
+
+    def remove_while_one_is_written(points: ResumePoints, version: PolicyVersion) -> None:
+        remove_after(points, version)
+        with contextlib.suppress(StoreError):
+            previous_trainer.write(PolicyVersion(3), Path.touch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumePoints, "remove_after", remove_while_one_is_written)
+        undone = resumption.prepare(config)
     assert (undone.version, undone.earlier_starts) == (2, 1)
+    assert points.versions()[-1] == 2
     (folder / "events.jsonl").write_text("")  # as of a run that continued from there
     assert resumption.prepare(config).earlier_starts == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits()) == 2

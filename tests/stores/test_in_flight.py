@@ -223,7 +223,6 @@ def test_stored_groups_are_removed_and_unknown_groups_are_reported_lost() -> Non
     assert state.live.keys() == {9, 10, 11, 12, 13, 14}
     assert state.batches.keys() == {1}
     assert state.discarded == []
-    assert state.scored <= {*state.live, *(t.id for t in state.pending_commit())}
     assert state.lost_trajectories(ledger) == {}
     less = flight(*(e for e in eventful_entries() if not isinstance(e, BatchTaken)), drawn(6))
     less.live.clear()

@@ -54,6 +54,23 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
     assert bool((np.abs(estimate) > 1e-9).any()) is expected
 
 
+def test_a_branch_with_rewards_that_all_succeeded_has_no_errors_of_its_parent(tmp_path: Path) -> None:
+    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started=3)
+    store = VersionedStore.create(tmp_path / "store", header)
+    row = ended(np.random.default_rng(0), 0, 1)
+    store.commit(record(1), [replace(row, trajectory=replace(row.trajectory, error="it failed"))])
+    for errors, expected in (({}, ""), ({0: "it failed again"}, "it failed again"), (None, "it failed")):
+        new = derived_branches.BranchRewards(
+            rewards=np.ones(1, np.float32),
+            advantages=np.zeros(1, np.float32),
+            loss_mask=np.ones(1, bool),
+            errors=errors,
+        )
+        derived_branches.derive(store, tmp_path / "store", expected or "none", new, {})
+        (derived,) = VersionedStore.open(tmp_path / "store", branch=expected or "none").ended()
+        assert derived.trajectory.error == expected
+
+
 def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     """Its row has the value 0, which is not a reward."""
     header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started=3)

@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from staleflow.stores.trajectory import (
     InstanceId,
     PolicyVersion,
     TrajectoryId,
+    is_evaluation,
 )
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from staleflow.tasks.actors.server_messages import ObservationItem, ObservationReceipt, RewardItem, TurnItem
@@ -364,6 +365,44 @@ async def test_an_episode_state_with_an_outcome_waits_until_the_outcome_is_spool
     opened.set()
     await asyncio.gather(blocked, outcome)
     assert [state is not None and state.has_outcome for state in await states] == [True]
+
+
+async def test_a_reward_belongs_to_the_tokens_that_were_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the response is fetched, its episode restarts and samples as many tokens again."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.sample(ZERO)
+    server, records = scene.server, scene.server._task_cache.records
+
+    async def slow_records(groups: Iterable[GroupId]) -> dict[GroupId, Any]:
+        result = await records(groups)
+        assert await server.restart([(ZERO, 9, 1)]) == [True]
+        await server.requests((route_item(ZERO, 3),))
+        await server.deliver([replace(sampled(ZERO), route_number=3)])
+        return result
+
+    monkeypatch.setattr(server._task_cache, "records", slow_records)
+    (item,) = await server.scoring_items((ZERO,), (9,))
+    assert await server.record_rewards([RewardItem(*item[:3], ScoredResponse(reward=1.0))]) == [None]
+    assert ZERO not in server._in_flight.scored
+
+
+async def test_of_two_observations_of_a_turn_the_later_is_late(tmp_path: Path) -> None:
+    """Two hosts send them at once, and neither is encoded before the other arrives."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.sample(ZERO)
+    other = replace(SAID, messages=(Message("tool", "7"),))
+    receipts = await asyncio.gather(*(scene.server.add_observations([said]) for said in (SAID, other)))
+    assert sorted(receipt.problem for (receipt,) in receipts) == ["", "late"]
+
+
+async def test_records_of_an_ended_evaluation_are_forgotten(tmp_path: Path) -> None:
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.sample(EVALUATION)
+    await scene.server.scoring_items((EVALUATION,), (9,))
+    records = scene.server._task_cache._records
+    assert any(map(is_evaluation, records))
+    await scene.server.end_evaluation()
+    assert not any(map(is_evaluation, records))
 
 
 async def test_a_batch_is_refused_if_its_rewards_were_lost_with_the_server(

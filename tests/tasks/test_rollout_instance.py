@@ -546,10 +546,16 @@ PUBLISHED = PublishedWeights(
 )
 
 
+ASKED = Request(trajectory=TrajectoryId(0), route_number=1, tokens=(1, 2), max_new_tokens=9)
+
+
 async def test_an_instance_with_rejected_weights_waits_without_events() -> None:
     world = World(loads_wrong=lambda instance, version: True)
     one = make_instance(world)
+    one.engine.submit([ASKED])
+    assert (await one.report()).running == 1
     assert (await one.pull(PUBLISHED, world.path(1))).refused
+    assert (await one.report()).running == 0, "it samples no more"
     assert await one.next_events(None, 5.0) == []
     assert asyncio.get_running_loop().time() == pytest.approx(5.0), "or its driver would poll without a pause"
 

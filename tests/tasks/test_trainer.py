@@ -107,6 +107,24 @@ async def test_a_failed_resume_point_raises_in_the_next_call(tmp_path: Path, met
         await actor.close()
 
 
+async def test_a_step_of_fine_tuning_that_failed_is_done_again(tmp_path: Path) -> None:
+    class FailingOnce(Weights):
+        num_calls = 0
+
+        def fine_tune(self, step: int) -> dict[str, float]:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise StoreError("an example cannot be read")
+            return {"loss": 0.5}
+
+    actor = trainer(tmp_path, FailingOnce())
+    with pytest.raises(StoreError, match="an example"):
+        await actor.fine_tune(0)
+    assert await actor.fine_tune(0) == {"loss": 0.5}
+    assert await actor.fine_tune(0) == {}, "it was done before"
+    await actor.close()
+
+
 class SlowPolicy(Weights):
     """A policy whose resume points are written once `free` is set."""
 
@@ -279,6 +297,19 @@ def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypat
         following.claim()
         following.write(PolicyVersion(1), Path.touch)
     assert following.versions() == [1]
+
+
+def test_a_point_replaces_one_of_another_number_of_ranks(tmp_path: Path) -> None:
+    """Otherwise a run would resume from the older of the two."""
+    points, version = ResumePoints(tmp_path / "resume"), PolicyVersion(1)
+
+    def write(part: Path) -> None:
+        (part / resume_points.SHARD_METADATA if part.is_dir() else part).write_text("state")
+
+    for sharded in (True, False, True):
+        points.write(version, write, sharded=sharded)
+        assert points.path(version) == points.path(version, sharded=sharded)
+        assert not points.path(version, sharded=not sharded).exists()
 
 
 def test_files_moved_aside_by_a_killed_writer_are_removed_with_their_version(tmp_path: Path) -> None:
