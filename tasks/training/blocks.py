@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 def blocks(model: Any) -> list[Any]:
     """The blocks of a Hugging Face model, by its `_no_split_modules`; empty if it declares none."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # Sharding replaces a block's class with a subclass of another name.
+    return [module for module in model.modules() if any(cls.__name__ in names for cls in type(module).__mro__)]
 
 
 @contextmanager

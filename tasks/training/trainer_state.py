@@ -72,6 +72,7 @@ class TrainerState:
     def load(self, path: Path) -> None:
         """Restore a saved state. Raises StoreError."""
         with resume_points.loading(path):
+            self._optimizer.state.clear()  # a file from before the first step has no moments
             in_use = self._tensors_in_use()
             if path.is_dir():
                 self._rank_group.load(in_use, path)

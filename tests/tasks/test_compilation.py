@@ -30,7 +30,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("knobs", [{}, {"recompute_activations": True, "microbatch_tokens": 64}])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"recompute_activations": True, "microbatch_tokens": 64}, {"recompute_activations": True, "offload": True}],
+    ids=str,
+)
 def test_a_compiled_model_trains_the_same(tiny_model: Path, knobs: dict[str, Any], graphs: Any) -> None:
     """Nothing is compiled again for other row lengths."""
     expected, compiled = trainer(tiny_model, **knobs), trainer(tiny_model, compile=True, **knobs)

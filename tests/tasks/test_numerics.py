@@ -256,6 +256,17 @@ def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model:
         other_trainer.load_state(tmp_path / "state")
 
 
+def test_a_resume_point_from_before_the_first_step_also_resets_the_moments(tiny_model: Any, tmp_path: Path) -> None:
+    policy_trainer, results = trainer(tiny_model), []
+    policy_trainer.save_state(tmp_path / "state")
+    for _ in range(2):
+        policy_trainer.load_state(tmp_path / "state")
+        policy_trainer.step(0, rows(8))
+        results.append([parameter.detach().clone() for parameter in policy_trainer.model.parameters()])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_a_resume_point_written_late_has_the_state_of_its_step(
     tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

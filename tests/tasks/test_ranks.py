@@ -202,6 +202,21 @@ def test_two_ranks_train_as_one_rank_with_kl_entropy_and_recomputation(tiny_mode
     check_same(run_ranks(2, train, replace(job, settings=again))[0], train(SINGLE_RANK, job))
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_activations_are_recomputed_also_if_the_model_is_sharded(tiny_model: Path, offload: bool) -> None:
+    passes = dict[bool, int]()
+    for recompute in (False, True):
+        job = training(
+            tiny_model, (3,), "ppo_clip", "token_mean", minibatches=1, offload=offload, recompute_activations=recompute
+        )
+        trainer, calls = PolicyTrainer(job.settings), list[Any]()
+        trainer.model.model.layers[1].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(args))
+        trainer.step(0, job.batches[0])
+        trainer.close()
+        passes[recompute] = len(calls)
+    assert passes[True] == passes[False] + 1, "the backward pass computes the block again"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("loss", LOSSES.names)
