@@ -27,6 +27,8 @@ class InstanceHandle:
     """The version that the instance is fetching; None if it does not pull."""
     is_loading: bool = False
     """Whether its engine is loading weights, and so does not sample."""
+    is_fetching_again: bool = False
+    """Whether it waits to fetch weights again, because no host could send them; at most deadlines.start_s."""
     fingerprint: str = ""
     """Fingerprint of its engine's weights; empty until its first pull."""
     drift: float = 0.0

@@ -65,6 +65,17 @@ class ActorClient:
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.loss_messages: list[str] = []
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the trainer or the trajectory server is being restored, and each call of that has a deadline."""
+        return self.recovery.is_restoring and not self._device_turns.is_trainer_waiting
+
+    @property
+    def is_without_role(self) -> bool:
+        """Whether all rollout instances, or all reward workers and environment hosts, are lost. One is being placed,
+        which has a deadline."""
+        return not {"rollout", "reward"} <= {actor.role for actor in self._workers.placed.values()}
+
     def actor(self, name: str) -> Any:
         """The actor `name`, for use as an argument of calls to other actors. Raises ActorLost if it is not placed."""
         if name not in self._workers.placed:
@@ -178,6 +189,8 @@ class DeviceTurns:
         self.shared = shared
         self._awake: set[str] = set()
         self._training = False
+        self.is_trainer_waiting = False
+        """Whether the trainer waits until all instances are asleep. This has no deadline."""
         self._changed = asyncio.Event()
 
     async def wait_and_mark_awake(self, instance: str) -> None:
@@ -195,8 +208,12 @@ class DeviceTurns:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Context manager: waits until no instance is awake, and lets none wake inside the block."""
-        while self.shared and (self._awake or self._training):
-            await self._wait()
+        try:
+            while self.shared and (self._awake or self._training):
+                self.is_trainer_waiting = True
+                await self._wait()
+        finally:
+            self.is_trainer_waiting = False
         self._training = True
         try:
             yield

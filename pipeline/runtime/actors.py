@@ -89,7 +89,7 @@ class Actors(WeightPublisher):
             *map(self._place_instance_at_start, range(config.rollout.instances)),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
-        await gather_or_cancel(*(self._place_first_parameter_server(actor) for actor in weight_holders))
+        await gather_or_cancel(*(self._place_parameter_server_if_alive(actor) for actor in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         self.verification.set_probe(prompt.tokens for prompt in prompts)
         engine_logprobs = await self.verification.measure_engine_logprobs(
@@ -127,14 +127,6 @@ class Actors(WeightPublisher):
 
     async def _place_instance_at_start(self, index: int) -> None:
         await self._place_at_start(f"rollout-{index}", partial(self.place_instance, index))
-
-    async def _place_first_parameter_server(self, actor: PlacedActor) -> None:
-        """Place a host's parameter server. If the hosting process dies, its owner's next call reports the loss; the
-        next fetch places a new parameter server."""
-        try:
-            await self._place_parameter_server(actor)
-        except ActorLost as loss_error:
-            logger.warning("%s", loss_error)
 
     async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
         """Like `publish_initial`, but retries with the restored trainer if the trainer is lost."""

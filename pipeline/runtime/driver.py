@@ -118,7 +118,9 @@ class Driver:
             self._inbox.put_nowait,
             self._coordinator.is_drained,
         )
-        self._progress_watch = ProgressWatch(self._coordinator, actors, self._commit_queue, config.deadlines)
+        self._progress_watch = ProgressWatch(
+            self._coordinator, actors, self._commit_queue, self._score_queue, config.deadlines
+        )
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
         self.report = RunReport(
             losses=actors.loss_messages, alarms=actors.verification.alarms, notes=actors.verification.unverified_notes

@@ -114,6 +114,8 @@ class Membership:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
         if instance.index in self._retiring_indices:
             return ""
+        if instance.index in self._missing_indices:
+            return f"{worker}: {instance.id} is still being placed; retry when it has joined"
         if self._links_stopped:
             return f"{worker}: the run does not train at the moment; retry when it does"
         min_instances = self._config.rollout.min_instances

@@ -8,6 +8,7 @@ from staleflow.pipeline.coordination.events import Event, InstanceReported, Tick
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
+from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.stores.errors import RunStuck
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
@@ -16,11 +17,17 @@ class ProgressWatch:
     """Measures the time since the last progress of one run. The driver passes it every event."""
 
     def __init__(
-        self, coordinator: Coordinator, actors: Actors, commit_queue: CommitQueue, deadlines: DeadlineConfig
+        self,
+        coordinator: Coordinator,
+        actors: Actors,
+        commit_queue: CommitQueue,
+        score_queue: ScoreQueue,
+        deadlines: DeadlineConfig,
     ) -> None:
         self._coordinator = coordinator
         self._actors = actors
         self._commit_queue = commit_queue
+        self._score_queue = score_queue
         self._deadlines = deadlines
         self._last_progress_s = now_s()
         """Time of the last progress."""
@@ -60,6 +67,8 @@ class ProgressWatch:
     def _has_pending_calls(self) -> bool:
         """Whether calls with deadlines of their own are pending, or weights have arrived since the last call. Waiting
         for such calls does not mean that the run is stuck."""
-        previous_bytes, self._bytes_arrived = self._bytes_arrived, self._actors.bytes_arrived
-        is_busy = self._commit_queue.is_full or self._actors.recovery.is_restoring or self._actors.is_loading
+        actors = self._actors
+        previous_bytes, self._bytes_arrived = self._bytes_arrived, actors.bytes_arrived
+        is_busy = self._commit_queue.is_full or self._score_queue.is_scoring
+        is_busy |= actors.is_restoring or actors.is_loading or actors.is_without_role
         return is_busy or self._bytes_arrived > previous_bytes

@@ -62,6 +62,11 @@ class ScoreQueue:
         self._worker_locks = {name: asyncio.Lock() for name in config.reward_actors}
         """Held while a reward worker scores a batch, or is moved."""
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether a reward worker scores a batch, or is moved. Both have deadlines."""
+        return any(lock.locked() for lock in self._worker_locks.values())
+
     async def move(self, name: str) -> None:
         """Move a reward worker to a process that other actors of the run use, between two batches. Does nothing if it
         is moving already."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,23 +151,36 @@ class WeightPublisher(ActorClient):
 
     @property
     def is_loading(self) -> bool:
-        """Whether an engine is loading weights, which has a deadline."""
-        return any(instance.is_loading for instance in self.instances.values())
+        """Whether an engine is loading weights, or waits to fetch them again. Both have deadlines."""
+        return any(instance.is_loading or instance.is_fetching_again for instance in self.instances.values())
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> PolicyVersion:
-        """Load a version on an instance, and verify its weights; the newest version if no host has the requested one
-        any more. Returns the loaded version. Raises WeightsRefused if the weights differ from the published ones."""
-        instance.fetched_version = version
+        """Load a version on an instance, and verify its weights; the newest version if no host can send the requested
+        one. Retries for deadlines.start_s, and beyond that while the trainer is being restored, which publishes its
+        versions again. Returns the loaded version. Raises WeightsRefused if the weights differ from the published ones,
+        ActorLost if no host could send any version in time."""
+        start_s, first_failure_s = self._config.deadlines.start_s, math.inf
         try:
-            await self._pull(instance, version)
-        except TransferFailed as error:  # the only host that had it was that of a lost trainer
-            newest = max(self._published_steps)
-            logger.warning("%s: %s; it pulls version %d", instance.id, error, newest)
-            version = instance.fetched_version = newest
-            await self._pull(instance, version)
+            while True:
+                instance.fetched_version = version
+                try:
+                    await self._pull(instance, version)
+                    return version
+                except TransferFailed as error:
+                    logger.warning("%s waits for weights: %s", instance.id, error)
+                    if self.recovery.is_restoring:
+                        first_failure_s, instance.is_fetching_again = math.inf, False
+                        await self.recovery.wait_until_settled("trainer")
+                    first_failure_s = min(first_failure_s, now_s())
+                    if now_s() - first_failure_s >= start_s:
+                        raise ActorLost(
+                            f"{instance.id} got no weights for {start_s:g} s (deadlines.start_s): {error}", instance.id
+                        ) from error
+                instance.is_fetching_again = True
+                await asyncio.sleep(FETCH_RETRY_S)
+                version = max(self._published_steps)
         finally:
-            instance.fetched_version, instance.is_loading = None, False
-        return version
+            instance.fetched_version, instance.is_loading, instance.is_fetching_again = None, False, False
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         started_s = now_s()
@@ -190,21 +204,18 @@ class WeightPublisher(ActorClient):
         self._device_turns.mark_asleep(instance.id)
 
     async def _fetch(self, placed: PlacedActor, version: PolicyVersion) -> str:
-        """Path of a version's weights on an actor's host, fetched if the host does not have it. Waits while no host can
-        serve the newest version. Raises ActorLost if the actor itself is lost, TransferFailed if no host can serve an
-        older version."""
+        """Path of a version's weights on an actor's host, fetched if the host does not have it. Raises ActorLost if the
+        actor itself is lost, TransferFailed if no host can send the version."""
         name = f"parameters-{placed.host}"
         while True:
-            for actor in (await self._trainer(), placed):
-                await self._place_parameter_server(actor)  # the earlier one may have ended with another actor's process
+            # An earlier one may have ended with another actor's process. A lost trainer is not waited for: this host
+            # may have the version.
+            if (trainer := self._workers.placed.get("trainer")) is not None:
+                await self._place_parameter_server_if_alive(trainer)
+            await self._place_parameter_server(placed)
             parameter_server = self._workers.placed[name]
             try:
                 return await self._transfers.fetch(version, placed.host)
-            except TransferFailed as error:
-                if version < max(self._published_steps):
-                    raise
-                logger.warning("%s waits for weights: %s", placed.name, error)
-                await asyncio.sleep(FETCH_RETRY_S)
             except ActorLost as loss_error:
                 address = parameter_server.address
                 if address == placed.address:
@@ -217,26 +228,35 @@ class WeightPublisher(ActorClient):
     async def _place_parameter_server(self, actor: PlacedActor) -> None:
         """Place a parameter server on an actor's host if it has none: in the trajectory server's process if that runs
         there and answers, else in the actor's process. It does not slow them down: its calls are short and
-        asynchronous."""
+        asynchronous. Raises ActorLost if the actor's process is lost."""
         name = f"parameters-{actor.host}"
         async with self._parameter_server_locks[actor.host]:
             if name in self._workers.placed:
                 return
             server = self._workers.placed.get("server")
             if server is not None and server.host == actor.host and server.address not in self._unresponsive_addresses:
-                host_actor = server
-            else:
-                host_actor = actor
-            call_s = self._config.deadlines.call_s
-            await self._workers.place_beside(
-                host_actor, name, "parameters", ParameterServer, self._weights_folder, call_s
-            )
+                try:
+                    await self._place_parameter_server_beside(server, name)
+                    return
+                except ActorLost as loss_error:
+                    logger.warning("%s; it is placed beside %s", loss_error, actor.name)
+                    self._unresponsive_addresses.add(server.address)
+            try:
+                await self._place_parameter_server_beside(actor, name)
+            except ActorLost as loss_error:
+                raise type(loss_error)(f"{actor.name}: {loss_error}", actor.name) from loss_error
 
-    async def _trainer(self) -> PlacedActor:
-        """Wait until the trainer is placed, and return its place."""
-        while "trainer" not in self._workers.placed:
-            await self.recovery.wait_until_restored(ActorLost("trainer is gone", "trainer"), now_s())
-        return self._workers.placed["trainer"]
+    async def _place_parameter_server_beside(self, actor: PlacedActor, name: str) -> None:
+        call_s = self._config.deadlines.call_s
+        await self._workers.place_beside(actor, name, "parameters", ParameterServer, self._weights_folder, call_s)
+
+    async def _place_parameter_server_if_alive(self, actor: PlacedActor) -> None:
+        """Like `_place_parameter_server`, but only logs that the actor's process is lost. Its owner's next call reports
+        the loss, and the next fetch places a new parameter server."""
+        try:
+            await self._place_parameter_server(actor)
+        except ActorLost as loss_error:
+            logger.warning("%s", loss_error)
 
     async def prune(self, kept_versions: set[PolicyVersion]) -> None:
         """Remove the weights of versions that no instance uses or fetches, no pending checkpoint needs, and are not in

@@ -261,9 +261,12 @@ class Trainer:
 
     async def _wait_for_save(self) -> None:
         """Wait until the latest resume point is written. Raises its error, once."""
-        save_task, self._save_task = self._save_task, None
-        if save_task is not None:
-            await save_task
+        if (save_task := self._save_task) is None:
+            return
+        await asyncio.wait({save_task})
+        if self._save_task is save_task:  # else another call has waited for it too, and got its error
+            self._save_task = None
+            save_task.result()
 
     async def _finish_saving(self) -> None:
         """Wait up to SAVE_TIMEOUT_S for the latest resume point. Its error is logged, because no caller gets it."""

@@ -11,7 +11,7 @@ import pytest
 from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.errors import ActorFailed
+from staleflow.stores.errors import ActorFailed, RunStuck, TransferFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support import virtual_time
 from tests.support.bodies import Body, Run
@@ -60,6 +60,30 @@ def test_an_instance_wakes_after_the_trainer_has_computed(body: Body) -> None:
             assert stage.workers.calls[-1].at_s >= begun_s + 5.0
 
     virtual_time.run(pull())
+
+
+@pytest.mark.parametrize("gets_weights", [True, False])
+def test_trainer_and_instance_may_be_lost_in_one_sampling_phase(body: Body, gets_weights: bool) -> None:
+    """The restored trainer waits until the instances have sampled a batch and sleep. The replaced instance does not
+    wait for the trainer; if no other host can send it the weights, the run ends."""
+
+    async def kill_both(run: Run) -> None:
+        while run.driver is None or not run.outcomes.steps or run.world.computing or len(run.world.awake) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        run.workers.kill("trainer")
+        run.workers.kill("rollout-1")
+
+    unreachable = Fault(actor="parameters-two", method="ensure_version", nth=0, error=TransferFailed("no route"))
+    run = body.run(
+        TURNS, "staleness.eta=0", "rollout.engine.max_running=2", "steps=4", hosts=("one",) * 5 + ("two", "one"),
+        faults=[] if gets_weights else [unreachable], world=World(length=lambda _: 40), meanwhile=kill_both,
+    )  # fmt: skip
+    assert len(run.outcomes.losses) == 2
+    if gets_weights:
+        run.check()
+    else:
+        assert isinstance(run.raised(), RunStuck)
 
 
 def test_an_instance_that_fails_to_sleep_at_start_ends_the_run(body: Body) -> None:

@@ -228,7 +228,7 @@ def test_a_run_is_stuck_only_after_the_trainer_would_have_been_replaced(
     coordinator: Any = SimpleNamespace(is_training=is_training, explain_waiting=lambda: "it waits")
     idle: Any = SimpleNamespace()
     watch = progress_watch.ProgressWatch(
-        coordinator, idle, idle, DeadlineConfig(train_s=60.0, call_s=20.0, stuck_s=30.0)
+        coordinator, idle, idle, idle, DeadlineConfig(train_s=60.0, call_s=20.0, stuck_s=30.0)
     )
     now = limit_s
     watch.check()
@@ -238,7 +238,7 @@ def test_a_run_is_stuck_only_after_the_trainer_would_have_been_replaced(
 
 
 def test_a_stuck_run_names_what_it_waits_for_and_the_setting(body: Body) -> None:
-    run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, silent="before")])
+    run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, change=lambda _: ())])
     error = run.raised()
     assert isinstance(error, RunStuck)
     assert str(error).startswith("no progress for 30 s (deadlines.stuck_s): step 0 waits for 2 more of its 2 groups")
@@ -303,6 +303,26 @@ def test_weights_that_load_slowly_do_not_count_as_a_stuck_run(body: Body) -> Non
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
     assert run.outcomes.losses == []
+
+
+def test_a_slow_batch_of_rewards_does_not_count_as_a_stuck_run(body: Body) -> None:
+    """Each response is scored within its timeout, and all of them take longer than stuck_s."""
+    run = body.checked_run("batch.groups_per_step=4", "rollout.engine.max_running=8", world=World(reward_s=8.0))
+    assert run.outcomes.losses == []
+
+
+@pytest.mark.parametrize(("only", "alone"), [("rollout-0", "rollout.instances=1"), ("reward-0", "reward.workers=1")])
+def test_a_run_is_not_stuck_while_its_only_actor_of_a_role_is_replaced(body: Body, only: str, alone: str) -> None:
+    """It is placed within start_s, which is more than stuck_s."""
+
+    async def kill(run: Run) -> None:
+        await until(run, lambda: run.driver.is_training)
+        await asyncio.sleep(1.0)
+        run.workers.kill(only)
+
+    late = Fault(actor=only, method="__init__", nth=2, late_s=40.0)
+    run = body.checked_run(alone, faults=[late], meanwhile=kill)
+    assert len(run.outcomes.losses) == 1
 
 
 def test_a_long_training_step_does_not_count_as_a_stuck_run(body: Body) -> None:

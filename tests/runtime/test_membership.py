@@ -191,3 +191,20 @@ def test_a_rejected_retirement_returns_its_reason(body: Body, worker: str, least
 
     body.checked_run(f"rollout.min_instances={least}", meanwhile=retire)
     assert [a.replace("rollout-1, rollout-0", "rollout-0, rollout-1") for a in answers] == [answer]
+
+
+def test_an_instance_that_is_being_placed_cannot_be_retired_yet(body: Body) -> None:
+    answers = []
+
+    async def retire(run: Run) -> None:
+        await until(run, lambda: "report" in run.workers.methods("rollout-1"))
+        run.workers.kill("rollout-1")
+        await until(run, lambda: "rollout-1.1" in run.actors.instances)
+        answers.append(run.driver.retire("rollout-1.1"))
+        await until(run, lambda: any(event.instance == "rollout-1.1" for _, event in run.events("InstanceJoined")))
+        answers.append(run.driver.retire("rollout-1.1"))
+
+    slow = Fault(actor="rollout-1.1", method="pull", late_s=1.0)
+    run = body.checked_run(*LONG, world=long_ones(), faults=[slow], meanwhile=retire)
+    assert answers == ["rollout-1.1: rollout-1.1 is still being placed; retry when it has joined", ""]
+    assert "rollout-1.2" in instances(run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
 
 from staleflow.stores.errors import ActorFailed, ActorLost, ConfigError
-from tests.support.bodies import Body
+from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
@@ -100,3 +101,17 @@ def test_weights_that_engines_cannot_load_end_the_run_before_the_first_step(
     assert re.match(rf"rollout.engine cannot be updated by this trainer: rollout-[01] .*{message}", str(error))
     assert run.outcomes.losses == []
     assert not run.workers.methods("rollout-0").count("route")
+
+
+def test_an_instance_that_dies_before_its_parameter_server_is_placed_is_replaced(body: Body) -> None:
+    """It is alone on its host."""
+    never_up = [Fault(actor="parameters-two", method="__init__", nth=n, dies="before") for n in (1, 2)]
+
+    async def kill(run: Run) -> None:
+        while "rollout-1" not in run.workers.placed:
+            await asyncio.sleep(0.01)
+        run.workers.kill("rollout-1")
+
+    run = body.checked_run(hosts=("one", "one", "one", "one", "two"), faults=never_up, meanwhile=kill)
+    (loss,) = run.outcomes.losses
+    assert "rollout-1: parameters-two could not start" in loss

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.pipeline.weights.weight_transfers import FAN_OUT, BroadcastTree
 from staleflow.stores.errors import ActorLost, TransferFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
@@ -118,7 +120,6 @@ async def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
 
 
 async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
-    """The instance waits as long as it takes."""
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
     fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(2, 9)]
     async with body.placed(hosts=APART, faults=fails) as stage:
@@ -126,6 +127,54 @@ async def test_a_failed_source_is_retried_without_a_loss(body: Body) -> None:
         two = stage.actors.instances[InstanceId("rollout-0")]
         await stage.actors.pull(two, V1)
         assert two.version == V1
+
+
+@pytest.mark.parametrize(("eta", "first"), [(0, 1), (0, 3), (8, 3)])
+def test_an_instance_whose_host_gets_no_weights_for_start_s_is_replaced(body: Body, eta: int, first: int) -> None:
+    """Whether the run waits for it or publishes new versions meanwhile; also at the start. first: number of the first
+    fetch that fails."""
+    gone = TransferFailed("it cannot be fetched: no route")
+    fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(first, 99)]
+    run = body.checked_run("steps=12", f"staleness.eta={eta}", hosts=("one", "one", "one", "one", "two"), faults=fails)
+    (loss,) = run.outcomes.losses
+    assert loss.endswith("rollout-1 got no weights for 50 s (deadlines.start_s): it cannot be fetched: no route")
+
+
+async def test_a_fetch_that_waits_for_the_trainer_has_no_deadline(body: Body) -> None:
+    """A restored trainer publishes its versions again."""
+    gone = TransferFailed("it cannot be fetched: no route")
+    fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(2, 5)]
+    async with body.placed(hosts=APART, faults=fails) as stage:
+        stage.publish(V1)
+        restored = stage.actors.recovery._restorations["trainer"] = asyncio.ensure_future(asyncio.sleep(60.0))
+        restored.add_done_callback(lambda _: stage.actors.recovery._restorations.clear())
+        two = stage.actors.instances[InstanceId("rollout-0")]
+        pulling = asyncio.ensure_future(stage.actors.pull(two, V1))
+        await asyncio.sleep(30.0)
+        assert not stage.actors.is_loading, "only the restoration has a deadline"
+        await pulling
+        assert two.version == V1
+
+
+async def test_a_parameter_server_is_placed_elsewhere_if_the_trajectory_server_is_lost(
+    body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance that needs it is not."""
+    async with body.placed() as stage:
+        stage.workers.release_light_actor("parameters-one")
+        server, place_beside = stage.workers.placed["server"], stage.workers.place_beside
+
+        async def fail_beside_server(actor: PlacedActor, name: str, *args: Any) -> PlacedActor:
+            if actor is server:
+                raise ActorLost(f"{name} could not start", name)
+            return await place_beside(actor, name, *args)
+
+        monkeypatch.setattr(stage.workers, "place_beside", fail_beside_server)
+        stage.publish(V1)
+        one = stage.actors.instances[InstanceId("rollout-0")]
+        await stage.actors.pull(one, V1)
+        assert one.version == V1
+        assert stage.workers.placed["parameters-one"].address == stage.workers.placed["trainer"].address
 
 
 async def test_a_stopped_instance_beside_a_parameter_server_is_lost_and_its_caller_is_not(body: Body) -> None:

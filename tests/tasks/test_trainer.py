@@ -177,6 +177,22 @@ async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path
     await actor.close()
 
 
+async def test_resume_points_are_written_one_at_a_time_beside_a_checkpoint(tmp_path: Path) -> None:
+    policy = SlowPolicy()
+    actor = trainer(tmp_path, policy)
+    await actor.train(Server(), 0, (), ())
+    checkpoint = asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "checkpoint")))
+    await asyncio.sleep(0)
+    step = asyncio.ensure_future(actor.train(Server(), 1, (), ()))
+    await asyncio.sleep(0.2)
+    assert (policy.begun, step.done(), checkpoint.done()) == (1, False, False)
+    policy.free.set()
+    assert await checkpoint
+    assert (await step).metrics["resume_wait_s"] > 0
+    await actor.close()
+    assert (policy.begun, policy.ended) == (2, 2)
+
+
 async def test_a_checkpoint_has_the_requested_version(tmp_path: Path) -> None:
     """Even if a step finishes while the resume point is awaited. A removed version gives no checkpoint."""
     saved: list[int] = []
