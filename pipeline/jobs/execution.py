@@ -207,8 +207,15 @@ def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fing
 async def _run_driver(
     driver: Driver, report_coroutine: Coroutine[Any, Any, None], stop: StopRequest | None
 ) -> RunReport:
-    """Run the driver until it ends or is stopped, then close it. report_coroutine: runs meanwhile."""
+    """Run the driver until it ends or is stopped, then close it. report_coroutine: runs meanwhile; its error ends the
+    run."""
+
+    def end_run_on_error(report_task: asyncio.Future[None]) -> None:
+        if not report_task.cancelled() and (error := report_task.exception()) is not None:
+            driver.fail(error)
+
     report_task = asyncio.ensure_future(report_coroutine)
+    report_task.add_done_callback(end_run_on_error)
     if stop is not None:
         stop.set_handler(driver.stop)
     try:

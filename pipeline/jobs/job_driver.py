@@ -33,6 +33,7 @@ from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import collect_code, with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
 
@@ -141,7 +142,7 @@ async def _resume_to_end(
                 driver_worker=driver_worker,
                 job_id=submission.id,
             )
-        except ActorLost as error:
+        except (ActorLost, NoFreeWorker) as error:
             num_resumes += 1
             if num_resumes > MAX_RESUMES:
                 raise

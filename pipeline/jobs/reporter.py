@@ -48,6 +48,9 @@ class Reporter(RunListener):
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
         self._steps: list[dict[str, float]] = []
+        self._unsent_lines: list[str] = []
+        self._unsent_steps: list[dict[str, float]] = []
+        """Lines and steps that the run folder has, but not the registry, because a request failed."""
         self._phase = ""
 
     def on_line(self, text: str) -> None:
@@ -105,27 +108,36 @@ class Reporter(RunListener):
     async def report_until_done(self, driver: Driver, workers: DaskWorkers) -> None:
         """Report regularly while the driver runs. Stops it, or retires an instance, when requested."""
         while True:
-            state, reason = "running", ""
-            if workers.waiting:
-                needs = "; ".join(f"{name} needs {need}" for name, need in sorted(workers.waiting.items()))
-                state, reason = "waiting", f"{needs}; stops waiting after {workers.start_s:g} s (deadlines.start_s)"
-                if driver.is_training:
-                    state, reason = "running", f"continues without {needs}"
-            driver_status = {
-                "decisions": driver.decisions(MAX_DECISIONS),
-                "tokens_sampled": driver.tokens_sampled(),
-                "kept_tokens": driver.kept_tokens(),
-            }
-            for worker in await job_registry.ask(workers.client, "take_retirements", id=self.id):
-                self._log(driver.retire(worker) or f"retiring {worker}")
-            if workers.shared:
-                for worker in await job_registry.ask(workers.client, "surplus_to_return", id=self.id):
-                    driver.release_worker(worker)
-            stop_reason = await self.report(workers.client, state, reason, driver_status)
+            try:
+                stop_reason = await self._exchange(driver, workers)
+            except OSError as error:  # one lost request; the next round sends its lines and steps too
+                logger.warning("the job registry did not answer: %s", error)
+                stop_reason = ""
             if stop_reason:
                 driver.stop(stop_reason)
                 return
             await asyncio.sleep(REPORT_S)
+
+    async def _exchange(self, driver: Driver, workers: DaskWorkers) -> str:
+        """Report once, and retire or release the workers that the registry requests. Returns why the run must stop;
+        empty if it need not."""
+        state, reason = "running", ""
+        if workers.waiting:
+            needs = "; ".join(f"{name} needs {need}" for name, need in sorted(workers.waiting.items()))
+            state, reason = "waiting", f"{needs}; stops waiting after {workers.start_s:g} s (deadlines.start_s)"
+            if driver.is_training:
+                state, reason = "running", f"continues without {needs}"
+        driver_status = {
+            "decisions": driver.decisions(MAX_DECISIONS),
+            "tokens_sampled": driver.tokens_sampled(),
+            "kept_tokens": driver.kept_tokens(),
+        }
+        for worker in await job_registry.ask(workers.client, "take_retirements", id=self.id):
+            self._log(driver.retire(worker) or f"retiring {worker}")
+        if workers.shared:
+            for worker in await job_registry.ask(workers.client, "surplus_to_return", id=self.id):
+                driver.release_worker(worker)
+        return await self.report(workers.client, state, reason, driver_status)
 
     async def report(self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None = None) -> str:
         """Send new steps and lines to the registry, and write them to the folder. Returns why the run must stop; empty
@@ -138,9 +150,15 @@ class Reporter(RunListener):
             changes: dict[str, Any] = {"id": self.id, "steps": self._num_steps, "state": state, "why": reason}
             changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
             await write_record(self._run_dir, changes, lines)
-        stop_reason = await job_registry.ask(
-            client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines
-        )
+        lines, steps = self._unsent_lines + lines, self._unsent_steps + steps
+        self._unsent_lines, self._unsent_steps = [], []
+        try:
+            stop_reason = await job_registry.ask(
+                client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines
+            )
+        except OSError:
+            self._unsent_lines, self._unsent_steps = lines, steps
+            raise
         return str(stop_reason)
 
 

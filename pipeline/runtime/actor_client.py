@@ -100,14 +100,25 @@ class ActorClient:
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
-                loss_error = error
-            if loss_error.actor == "server" != name and await self.server_answers():
+                loss_error = await self.actual_loss(name, error, num_false_losses)
+            if loss_error is None:
                 num_false_losses += 1
-                logger.warning("%s: %s; it answers now", name, loss_error)
-                if num_false_losses <= MAX_FALSE_LOSSES:
-                    continue
-                loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
-            await self.recovery.wait_until_restored(loss_error, called_s)
+            else:
+                await self.recovery.wait_until_restored(loss_error, called_s)
+
+    async def actual_loss(self, name: str, loss_error: ActorLost, num_false_losses: int) -> ActorLost | None:
+        """The loss that an actor's failed call means; None if the call is to be repeated, since the actor reported the
+        server lost, but it answers. After MAX_FALSE_LOSSES such reports the actor itself is lost.
+
+        Args:
+            num_false_losses: Number of such reports of this call before.
+        """
+        if loss_error.actor != "server" or name == "server" or not await self.server_answers():
+            return loss_error
+        logger.warning("%s: %s; it answers now", name, loss_error)
+        if num_false_losses < MAX_FALSE_LOSSES:
+            return None
+        return ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
 
     async def server_answers(self) -> bool:
         """Whether the trajectory server answers a call within deadlines.call_s. The call changes nothing. It is sent

@@ -238,6 +238,10 @@ class Driver:
         self.report.stopped = self._stop_reason = self._stop_reason or reason
         logger.info("stopping: %s", reason)
 
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error of a task beside it, once it trains."""
+        self._inbox.put_nowait(error)
+
     def retire(self, worker: str) -> str:
         """Retire the rollout instance on a Dask worker; see Membership.retire."""
         return self._membership.retire(worker)

@@ -85,6 +85,7 @@ class WeightPublisher(ActorClient):
     async def repeat_step(self, step: int) -> None:
         """Let a restored trainer repeat a step on rows that the server still has, and publish the version. Raises
         ActorLost if the weights differ from those published before."""
+        num_false_losses = 0
         while True:
             called_s = now_s()
             try:
@@ -93,9 +94,13 @@ class WeightPublisher(ActorClient):
                 )
                 break
             except ActorLost as error:
-                if error.actor != "server":
-                    raise
-                await self.recovery.wait_until_restored(error, called_s)
+                loss_error = await self.actual_loss("trainer", error, num_false_losses)
+            if loss_error is None:
+                num_false_losses += 1
+            elif loss_error.actor == "server":
+                await self.recovery.wait_until_restored(loss_error, called_s)
+            else:
+                raise loss_error
         if published.fingerprint != self._trained_fingerprints[published.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({published.fingerprint}) than "

@@ -164,6 +164,12 @@ def test_a_trainer_lost_during_its_restore_is_placed_again(body: Body) -> None:
     check_restored(run, losses=2)
 
 
+def test_a_server_that_is_slow_while_steps_are_repeated_is_not_lost(body: Body) -> None:
+    slow = Fault(actor="server", method="batch", nth=4, late_s=4.0)
+    run = body.run("steps=5", "training.resume_every=10", faults=[dying_trainer(nth=3), slow])
+    check_restored(run)
+
+
 def test_a_trainer_lost_repeatedly_ends_the_run(body: Body) -> None:
     run = body.run(faults=[dying_trainer(nth=0)])
     assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer is gone")
