@@ -133,7 +133,7 @@ class VersionedStore(StoreReader):
         """Reset the store to its first `num_steps` training steps. Returns the number of undone steps.
 
         Undone steps stay readable on a branch named after their last commit. Kept are the checks of instances that were
-        taken out of service, and of weights up to version `num_steps`. If it is interrupted, it can be repeated.
+        taken out of service, and of weights of versions 1 to `num_steps`. If it is interrupted, it can be repeated.
 
         Args:
             path: Path of the store.
@@ -209,14 +209,15 @@ class VersionedStore(StoreReader):
         return snapshot
 
     def _applied_snapshot(self, digest: str) -> str:
-        """The snapshot of the commit if an earlier attempt was applied although it failed here; empty otherwise. Raises
-        StoreError if another process has moved the branch, because Icechunk would silently lose one of two commits on a
-        local file system."""
+        """The snapshot of the commit if an earlier attempt was applied, which failed here or was made by the trajectory
+        server before this one; empty otherwise. Raises StoreError if another process has moved the branch, because
+        Icechunk would silently lose one of two commits on a local file system."""
         head = str(self._repository.lookup_branch(MAIN))
         if head == self._head:
             return ""
         newest = next(iter(self._repository.ancestry(snapshot_id=head)))
-        if self._failed and str(newest.parent_id) == self._head and newest.metadata.get("digest") == digest:
+        if str(newest.parent_id) == self._head and newest.metadata.get("digest") == digest:
+            self._ids = None
             return head
         raise StoreError(
             f"{self._location}: another process has committed since ({head}, not {self._head}): the run was "
@@ -291,10 +292,10 @@ class VersionedStore(StoreReader):
 
 def _checks_to_keep(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
     """Checks after the first `num_steps` training steps of weights that may have sampled work which a resumed run
-    continues, and of instances taken out of service."""
+    continues, and of instances taken out of service. Those of the base model are made again at each start."""
     start = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
     checks = (check for record in records[start:] for check in record.weight_checks)
-    return tuple(check for check in checks if check.refused or check.version <= num_steps)
+    return tuple(check for check in checks if check.refused or 0 < check.version <= num_steps)
 
 
 def _digest(record: StepRecord, ids: Sequence[int]) -> str:

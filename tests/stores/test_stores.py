@@ -24,6 +24,7 @@ import zarr
 from zarr.storage import LocalStore
 
 from staleflow.stores.auditing.audit import audit
+from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
@@ -173,6 +174,17 @@ class TestVersionedStore(TrajectoryStoreTests):
         with pytest.raises(StoreError, match="another process has committed since"):
             new.commit(record(2), [ended(rng, 3, 2)])
         assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0]
+
+    def test_a_commit_that_the_server_before_this_one_applied_is_not_an_error(self, tmp_path: Path, rng: Any) -> None:
+        """A server that is slow is replaced, and may still apply the commit that its successor repeats."""
+        old = VersionedStore.create(tmp_path / "s", HEADER)
+        new = VersionedStore.open(tmp_path / "s")
+        rows = [ended(rng, 0, 0)]
+        assert old.commit(record(0), rows) == new.commit(record(0), rows)
+        new.commit(record(1), [ended(rng, 1, 1)])
+        store = VersionedStore.open(tmp_path / "s")
+        assert [e.trajectory.id for e in store.ended()] == [0, 1]
+        assert check_chain(store).findings == []
 
     def test_each_commit_starts_at_a_chunk_boundary(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
