@@ -42,6 +42,8 @@ OTHER_SETTINGS = {
 """Settings of these tables that nothing of a repeated training depends on, besides rounding."""
 ROLLOUT_SETTINGS = ("temperature", "max_new_tokens")
 """Settings of `rollout` that held-out prompts are answered with."""
+MAX_VALUE = 60
+"""Characters of a setting's value up to which the label of a change has it."""
 Table = Mapping[str, npt.NDArray[Any]]
 Item = TypeVar("Item")
 
@@ -125,7 +127,7 @@ def settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
 
 
 def _with_settings(settings: Sequence[tuple[str, str]], since: int) -> Change:
-    values = ", ".join(f"{key} = {value}" for key, value in settings)
+    values = ", ".join(f"{key} = {value}" if len(value) <= MAX_VALUE else key for key, value in settings)
     return Change(label=f"with {values} as before step {since}", settings=tuple(settings), since=since)
 
 
