@@ -91,9 +91,11 @@ class TrainingConfig:
     beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
     advantage: Advantage = choice(ADVANTAGES, "grpo", "advantage estimator")
     overlong_tokens: int = knob(
-        0, "last tokens before max_new_tokens over which a response loses reward, more with each; 0: none", low=0
+        0,
+        "last tokens before rollout.max_new_tokens over which a response loses reward, more with each; 0: none",
+        low=0,
     )
-    overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
+    overlong_penalty: float = knob(1.0, "reward that a response of rollout.max_new_tokens loses", low=0)
     loss: Loss = choice(LOSSES, "decoupled_ppo", "policy loss; docs/losses.md has the formulas")
     aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
     entropy_bonus: float = knob(
