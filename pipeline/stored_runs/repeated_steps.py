@@ -89,6 +89,7 @@ def open_policy(
     settings = dataclasses.replace(
         settings,
         num_steps=num_steps,
+        shares_device=False,  # with layout "turns", too, the device has no rollout instance here
         # No driver watches these ranks, and each loads the model at its own speed.
         collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),
         examples=actor_settings.example_settings(run_job, held_out),

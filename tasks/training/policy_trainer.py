@@ -75,15 +75,13 @@ class PolicyTrainer:
             model = lora.inject_adapter(model, training.lora, settings.seed)
         self._moves_to_host = settings.shares_device and not self.rank_group.is_sharded
         """Whether the model is moved to the device and back. A sharded model is offloaded block by block instead."""
-        self.model: Any = model.to(self.device) if self._moves_to_host else self.rank_group.shard(model, torch.float32)
+        self.model: Any = self.rank_group.shard(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
             self._trained_parameters().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
-            fused=(self.device == "cuda" or None)
-            if self._moves_to_host
-            else use_fused_adamw(self._trained_parameters().values()),
+            fused=use_fused_adamw(self._trained_parameters().values()),
         )
         self.logprob_model = LogprobModel(
             model=self.model,
@@ -94,7 +92,9 @@ class PolicyTrainer:
             rank=rank.number,
             num_ranks=rank.count,
         )
-        # What LogprobModel tried on the model is not compiled, because it would take as long as a training step's.
+        self.reference = self._load_reference() if self.objective.needs_reference else None
+        # What each LogprobModel tried on its model is not compiled, because it would take as long as a training step's,
+        # and it switches the exclusion off.
         if training.compile:
             exclude_from_compilation()
             compile_blocks(self.model)
@@ -102,7 +102,6 @@ class PolicyTrainer:
             enable_recomputation(self.model)
         if rank.leads and self.logprob_model.padding_reason:
             logger.warning("micro-batches are not packed: %s", self.logprob_model.padding_reason)
-        self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
         self._state = TrainerState(
             self.model, self.optimizer, self._rng, self.rank_group, adapter_only=training.lora.rank > 0
@@ -483,4 +482,4 @@ class PolicyTrainer:
                 f"{key} = {path!r}: its embeddings have {other_vocab_size} rows, fewer than the policy's {vocab_size}, "
                 "which may sample any of them; name a model with as many"
             )
-        return replace(self.logprob_model, model=model if self._moves_to_host else self.rank_group.shard(model))
+        return replace(self.logprob_model, model=self.rank_group.shard(model))

@@ -57,8 +57,9 @@ def test_a_run_completes_and_its_weights_are_verified(gpu_job: Path, layout: str
         ("training.lora.rank=4", "rollout.on_pull=adapter"),
         ("training.offload=true",),
         ("training.compile=true", "model.dtype=bfloat16", "cluster.layout=turns"),
+        ("training.kl.coefficient=0.1", "cluster.layout=turns"),
     ],
-    ids=["lora", "offload", "compiled in turns"],
+    ids=["lora", "offload", "compiled in turns", "reference in turns"],
 )
 def test_a_run_with_adapters_offload_or_compilation_completes(gpu_job: Path, settings: tuple[str, ...]) -> None:
     check(run(gpu_job, *CUDA, *settings, "steps=3").run_dir, 3)

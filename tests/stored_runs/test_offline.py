@@ -21,7 +21,14 @@ import pytest
 
 from staleflow.pipeline.api import code_objects
 from staleflow.pipeline.config import knob_tree, loading
-from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
+from staleflow.pipeline.stored_runs import (
+    exporting,
+    logprob_recompute,
+    repeated_steps,
+    stored_trajectories,
+    training,
+    views,
+)
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
 from staleflow.pipeline.stored_runs.verification import verify_run
@@ -486,6 +493,15 @@ def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
     losses = [h["loss"] for h in history if h["tokens_trained"]]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
     assert losses[-1] < losses[0] - 0.01
+
+
+def test_the_policy_of_offline_tasks_stays_on_its_device(stored: Path) -> None:
+    """No rollout instance takes turns with it, so that nothing would wake it."""
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    config = loading.load(stored / "config.toml", ("cluster.layout=turns",))
+    with repeated_steps.open_policy(config, config, 1, 0, shared=False) as policy:
+        assert isinstance(policy, PolicyTrainer) and not policy.settings.shares_device
 
 
 @pytest.mark.slow  # a separate run

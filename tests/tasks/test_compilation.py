@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.tasks.test_numerics import trainer
 from tests.tasks.test_ranks import ragged_rows
 
+KL = KlConfig(coefficient=0.1, estimator="k3", place="loss")
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that PyTorch's tracing reads
 
 
@@ -32,11 +34,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"recompute_activations": True, "microbatch_tokens": 64}, {"recompute_activations": True, "offload": True}],
+    [
+        {},
+        {"recompute_activations": True, "microbatch_tokens": 64, "kl": KL},
+        {"recompute_activations": True, "offload": True},
+    ],
     ids=str,
 )
 def test_a_compiled_model_trains_the_same(tiny_model: Path, knobs: dict[str, Any], graphs: Any) -> None:
-    """Nothing is compiled again for other row lengths."""
+    """Nothing is compiled again for other row lengths, also with a reference model."""
     expected, compiled = trainer(tiny_model, **knobs), trainer(tiny_model, compile=True, **knobs)
     assert compiled.logprob_model.packs_rows and graphs.frame_count == 0
     num_graphs = []

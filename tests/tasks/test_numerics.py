@@ -20,7 +20,8 @@ from staleflow.tasks.training import trainer_state
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo
 from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
-from staleflow.tasks.training.trainer_settings import TrainingConfig
+from staleflow.tasks.training.rank_group import RankGroup
+from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 
 
@@ -290,6 +291,20 @@ def test_a_resume_point_written_late_has_the_state_of_its_step(
     assert other_trainer.step(1, data) == expected
     for a, b in zip(model_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_policy_and_reference_are_tried_on_the_device_also_in_turns(
+    tiny_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved_models, shard = list[Any](), RankGroup.shard
+
+    def recorded_shard(group: RankGroup, model: Any, *dtype: Any) -> Any:
+        moved_models.append(model)
+        return shard(group, model, *dtype)
+
+    monkeypatch.setattr(RankGroup, "shard", recorded_shard)
+    policy_trainer = trainer(tiny_model, shares_device=True, kl=KlConfig(coefficient=0.1))
+    assert moved_models == [policy_trainer.model, policy_trainer.reference.model]
 
 
 def test_rows_without_gradient_count_in_the_denominator(tiny_model: Any) -> None:
