@@ -85,12 +85,13 @@ class WeightPublisher(ActorClient):
     async def repeat_step(self, step: int) -> None:
         """Let a restored trainer repeat a step on rows that the server still has, and publish the version. Raises
         ActorLost if the weights differ from those published before."""
+        recorded_fingerprint = self._trained_fingerprints[PolicyVersion(step + 1)]
         num_false_losses = 0
         while True:
             called_s = now_s()
             try:
                 published: PublishedStep = await self.ask_once(
-                    "trainer", "train", SERVER, step, (), (), deadline="train_s"
+                    "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s"
                 )
                 break
             except ActorLost as error:
@@ -101,11 +102,11 @@ class WeightPublisher(ActorClient):
                 await self.recovery.wait_until_restored(loss_error, called_s)
             else:
                 raise loss_error
-        if published.fingerprint != self._trained_fingerprints[published.version]:
+        if published.fingerprint != recorded_fingerprint:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({published.fingerprint}) than "
-                f"were published ({self._trained_fingerprints[published.version]}): its kernels, or the order in which "
-                "its ranks add up, are not the same each time; resume the run, which repeats the step"
+                f"were published ({recorded_fingerprint}): its kernels, or the order in which its ranks add up, are "
+                "not the same each time; resume the run, which repeats the step"
             )
         self.publish(published)
 

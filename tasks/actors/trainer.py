@@ -134,12 +134,23 @@ class Trainer:
         return await self._while_awake(self._publish_initial, version, recorded_fingerprint)
 
     async def train(
-        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+        self,
+        server: Any,
+        step: int,
+        trajectories: tuple[TrajectoryId, ...],
+        versions: tuple[PolicyVersion, ...],
+        recorded_fingerprint: str = "",
     ) -> PublishedStep:
-        """Run training step `step` on trajectories, and publish version step + 1. versions: the trajectories' v_traj.
+        """Run training step `step` on trajectories, and publish version step + 1.
 
         Resume points are written one at a time, while the next steps are trained. A step with a resume point waits
-        until the previous one is written. An error in writing is raised by the next call."""
+        until the previous one is written. An error in writing is raised by the next call.
+
+        Args:
+            versions: The trajectories' v_traj.
+            recorded_fingerprint: Fingerprint of version step + 1 when it was first published; empty if it was not.
+                Other weights get no resume point: a run could not be resumed from it.
+        """
         started_s = time.monotonic()
         rows = await self._fetch_batch(server, step, trajectories, versions)
         fetched_s = time.monotonic()
@@ -150,7 +161,7 @@ class Trainer:
             resume_wait_s = time.monotonic() - fetched_s
         seconds = {"fetch_s": fetched_s - started_s, "resume_wait_s": resume_wait_s}
         result = await self._while_awake(self._train, step, rows, seconds)
-        if is_point_due:
+        if is_point_due and recorded_fingerprint in ("", result.fingerprint):
             # Queued before the next step, because it copies the state that the next step changes.
             pending_point = self._executor.submit(self._begin_resume_point, result.version)
             self._save_task = asyncio.ensure_future(self._end_resume_point(pending_point))

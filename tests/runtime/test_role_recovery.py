@@ -10,6 +10,7 @@ import pytest
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.stores.errors import ActorFailed, ActorLost
+from staleflow.stores.trajectory import PolicyVersion
 from tests.support import virtual_time
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import MOVES
@@ -78,14 +79,16 @@ def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: B
     assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
 
 
-def test_an_incomplete_resume_point_is_not_used(body: Body) -> None:
-    async def kill(run: Run) -> None:
-        while run.driver is None or len(run.world.trained) < 3:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # version 3 is published, its point is not there
-        run.workers.kill("trainer")
+async def kill_before_point(run: Run) -> None:
+    """Kill the trainer when version 3 is published and has no resume point yet."""
+    while run.driver is None or len(run.world.trained) < 3:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    run.workers.kill("trainer")
 
-    run = body.run("steps=5", world=World(point_s=5.0), meanwhile=kill)
+
+def test_an_incomplete_resume_point_is_not_used(body: Body) -> None:
+    run = body.run("steps=5", world=World(point_s=5.0), meanwhile=kill_before_point)
     check_restored(run)
     assert steps_trained(run) == [0, 1, 2, 2, 3, 4]
 
@@ -211,6 +214,14 @@ def test_a_retrained_step_with_other_weights_ends_the_run(body: Body) -> None:
     assert isinstance(error, ActorLost)
     assert "trainer: step 0, trained again after a loss, gave other weights (weights-1-other) than" in str(error)
     run.check_kept()
+
+
+def test_a_retrained_step_with_other_weights_gets_no_resume_point(body: Body) -> None:
+    """The run could not be resumed from it."""
+    run = body.run("steps=5", world=World(point_s=5.0, chance="-other"), meanwhile=kill_before_point)
+    assert "step 2, trained again after a loss, gave other weights" in str(run.raised())
+    repetition = next(c for c in reversed(run.workers.calls) if c.method == "train")
+    assert repetition.args[1:] == (2, (), (), run.world.fingerprint(PolicyVersion(3)))
 
 
 # -- a trainer of several ranks ------------------------------------------------------------------------------------

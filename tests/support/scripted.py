@@ -495,7 +495,12 @@ class PlayedTrainer:
         return dataclasses.replace(result, matches_record=recorded_fingerprint in ("", result.fingerprint))
 
     async def train(
-        self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
+        self,
+        server: Any,
+        step: int,
+        trajectories: tuple[TrajectoryId, ...],
+        versions: tuple[PolicyVersion, ...],
+        recorded_fingerprint: str = "",
     ) -> PublishedStep:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
@@ -517,11 +522,13 @@ class PlayedTrainer:
             self._version = PolicyVersion(step + 1)
             self._world.trained.append((step, digest))
             await asyncio.sleep(self._world.publish_s + self._world.switch_s * self._world.turns)
-        if self._steps_per_resume_point and self._version % self._steps_per_resume_point == 0:
+        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
+        result = self._publish({**times, **self._world.figures(step)})
+        is_point_due = self._steps_per_resume_point and self._version % self._steps_per_resume_point == 0
+        if is_point_due and recorded_fingerprint in ("", result.fingerprint):
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)
-        times = {"fetch_s": 0.0, "train_s": self._world.train_s, "publish_s": self._world.publish_s}
-        return self._publish({**times, **self._world.figures(step)})
+        return result
 
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a complete resume point after a scripted time."""

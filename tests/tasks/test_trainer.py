@@ -144,6 +144,16 @@ class SlowPolicy(Weights):
         super().end_save()
 
 
+async def test_a_repeated_step_with_other_weights_gets_no_resume_point(tmp_path: Path) -> None:
+    policy = SlowPolicy()
+    policy.free.set()
+    actor = trainer(tmp_path, policy)
+    result = await actor.train(Server(), 0, (), (), "other")
+    await actor.train(Server(), 0, (), (), result.fingerprint)
+    await actor.close()
+    assert policy.begun == 1
+
+
 async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path) -> None:
     class CopyingPolicy(SlowPolicy):
         trained = 0
