@@ -158,7 +158,7 @@ class ScoreQueue:
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
                 async with self._worker_locks[name]:
-                    num_tokens = tuple(self._num_tokens[trajectory] for trajectory in batch)
+                    num_tokens = tuple(self._num_tokens.get(trajectory, 0) for trajectory in batch)
                     request = self._actors.ask(
                         name, "score", SERVER, tuple(batch), num_tokens, deadline="call_s", within_s=allowed_s
                     )
