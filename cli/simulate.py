@@ -50,7 +50,7 @@ def simulate(
 
     from staleflow.pipeline.api.job_loading import load_job
     from staleflow.pipeline.api.simulating import assumptions, recorded_run, simulate_variants, variants
-    from staleflow.pipeline.recovery.run_folder import load_job as stored_job
+    from staleflow.pipeline.recovery.run_folder import load_job as load_stored_job
     from staleflow.stores.errors import ConfigError
 
     if bool(config_path) == bool(run):
@@ -60,7 +60,11 @@ def simulate(
     note = ""
     if run:
         run_inputs = recorded_run(Path(run))
-        load, note, overrides = partial(stored_job, Path(run)), run_inputs.note, (*run_inputs.overrides, *overrides)
+        load, note, overrides = (
+            partial(load_stored_job, Path(run)),
+            run_inputs.note,
+            (*run_inputs.overrides, *overrides),
+        )
     rows = variants(load, overrides, values_by_key, baselines)
     is_quiet = as_json or len(rows) == 1
     results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=is_quiet))

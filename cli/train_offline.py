@@ -201,7 +201,7 @@ def verify(
     with named_cluster(cluster) as client, progress(quiet=as_json) as report:
         if stored_run is None:
             result = offline_verification.verify_offline(
-                Path(run), steps=steps, seed=seed, client=client, report=report
+                Path(run), checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report
             )
         else:
             result = stored_run.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)

@@ -23,7 +23,7 @@ from staleflow.pipeline.config.schema import RunConfig, SimulationConfig
 from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.profiling.diagnosis import max_versions_behind
 from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run
-from staleflow.pipeline.recovery.run_folder import load_job as stored_job
+from staleflow.pipeline.recovery.run_folder import load_job as load_stored_job
 from staleflow.pipeline.simulator.analysis import (
     SimulationStats,
     Trace,
@@ -128,7 +128,7 @@ def simulate(
     if isinstance(job, Run):
         path = job.path
         rows = variants(
-            functools.partial(stored_job, path), (*recorded_run(path).overrides, *changes), sweep, baselines
+            functools.partial(load_stored_job, path), (*recorded_run(path).overrides, *changes), sweep, baselines
         )
     else:
         rows = variants(functools.partial(load_job, job), changes, sweep, baselines)
@@ -233,7 +233,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
     except ConfigError as error:
         overrides = ("workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}")
         return RecordedRun(overrides=overrides, note=f"{error}; using the job's [rollout.cost] and [simulation]")
-    job = stored_job(run_dir)
+    job = load_stored_job(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())
     histogram = summary["staleness_histogram"]
     shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())

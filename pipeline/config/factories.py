@@ -40,14 +40,14 @@ def draft_settings(config: RunConfig) -> DraftSettings:
     )
 
 
-def cost_with_drafts(config: RunConfig, running: int) -> CostModel:
+def job_cost_at(config: RunConfig, running: int) -> CostModel:
     """The cost model of an instance with this number of requests that drafts as the job says."""
     speculation = config.rollout.engine.speculation
-    return cost_while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running)
+    return cost_at(config.rollout.cost, speculation, config.workload.acceptance_rate, running)
 
 
-def cost_while_drafting(cost: CostModel, speculation: Speculation, acceptance: float, running: int) -> CostModel:
-    """The cost model of an instance with this number of requests."""
+def cost_at(cost: CostModel, speculation: Speculation, acceptance: float, running: int) -> CostModel:
+    """The cost model of an instance while it runs this number of requests, with drafts if it drafts for so many."""
     return cost.drafting(speculation.num_speculative_tokens if running <= speculation.max_running else 0, acceptance)
 
 

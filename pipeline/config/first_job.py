@@ -33,7 +33,7 @@ from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
 from staleflow.tasks.settings.reward_functions import REWARDS, reward_name_error
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
-from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, format_columns
+from staleflow.tasks.sources.dataset_rows import SAVED_FOLDER_FILES, RowSource, format_columns
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of the files and of the model's folder that may be written."""
@@ -278,7 +278,7 @@ def _source_name(data: str) -> str:
         return f"{endings[path.suffix]}:{path}"
     if path.is_file():
         raise ConfigError(f"--data {data}: unknown kind of file; bring one of {', '.join(endings)}")
-    if path.is_dir() and not any((path / name).is_file() for name in SAVED) and [*path.glob("*.parquet")]:
+    if path.is_dir() and not any((path / name).is_file() for name in SAVED_FOLDER_FILES) and [*path.glob("*.parquet")]:
         return f"parquet:{path}"
     return f"datasets:{path if path.is_dir() else data}"
 

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from staleflow.pipeline.config.factories import cost_while_drafting, ledger_eta
+from staleflow.pipeline.config.factories import cost_at, ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
@@ -83,7 +83,7 @@ class JobSizes:
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = cost_while_drafting(self.cost_model, self.speculation, self.acceptance, num_running)
+        cost = cost_at(self.cost_model, self.speculation, self.acceptance, num_running)
         return cost.mean_step_s(running, kv_tokens)
 
 

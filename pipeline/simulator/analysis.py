@@ -152,7 +152,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     intervals = max_versions_behind(config) + 1
     in_flight = intervals * config.oversampled_groups * config.oversampled_group_size / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
-    cost = factories.cost_with_drafts(config, running)
+    cost = factories.job_cost_at(config, running)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
     keeps_all = config.staleness.admission.awaits_due_groups and not config.batch.stragglers.truncates

@@ -85,7 +85,7 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = config.rollout.cost
-        self._cost_alone = factories.cost_with_drafts(config, 1)
+        self._cost_alone = factories.job_cost_at(config, 1)
         self._observe = observe
         self._members_per_group = config.oversampled_group_size
         self._has_environment = config.has_environment  # which may look a user's file up

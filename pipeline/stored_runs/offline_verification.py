@@ -40,6 +40,7 @@ RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
 def verify_offline(
     folder: Path,
     *,
+    checkpoint: Path | None = None,
     steps: int = SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
@@ -49,17 +50,19 @@ def verify_offline(
 
     Args:
         folder: Its folder. The store of its run must be at the same path as during the training.
+        checkpoint: Folder of its checkpoint, if that was named.
         steps: Number of random steps to repeat, from the base model or the resume point at which the training began.
         seed: Seed of the choice of steps; random by default.
         client: A `distributed.Client` whose workers repeat the steps; by default local processes do.
         report: Called with events, as in `train_offline`.
 
     Raises:
-        ConfigError: The run's store is gone, or it is not an offline training of this version.
+        ConfigError: The run's store is gone, it is not an offline training of this version, or `checkpoint` is not its
+            checkpoint.
         StoreUnavailable: The store's bucket fails.
     """
     record, lines, entries = _read_training(folder)
-    path = record.store
+    path, checkpoint = record.store, _final_checkpoint(folder, record.steps, checkpoint)
     if not Path(path).exists():
         raise ConfigError(f"{folder}: it trained on {path}, which is not there; put that run back")
     store = VersionedStore.at(Path(path), record.snapshot)
@@ -80,7 +83,6 @@ def verify_offline(
     run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
     findings += _find_changed_batches(store, record.where, run_steps)
     result, sample = repeated_steps.RepetitionResult(), list[int]()
-    checkpoint = (folder / "checkpoints" / f"step-{record.steps:06d}").resolve()
     if (checkpoint / certificate.FILE).exists():
         checkpoint_certificate = certificate.read(checkpoint)
         if lines and (checkpoint_certificate.version, checkpoint_certificate.entry) != (
@@ -175,6 +177,14 @@ class _HistoryLine:
     numerics: str = ""
     previous: str = ""
     """Empty in trainings of an earlier version."""
+
+
+def _final_checkpoint(folder: Path, num_steps: int, named_checkpoint: Path | None) -> Path:
+    """Folder of a training's checkpoint. Raises ConfigError if another one was named."""
+    checkpoint = (folder / "checkpoints" / f"step-{num_steps:06d}").resolve()
+    if named_checkpoint is not None and named_checkpoint.resolve() != checkpoint:
+        raise ConfigError(f"{named_checkpoint}: not the checkpoint of {folder}, which is {checkpoint.name}; name that")
+    return checkpoint
 
 
 def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]]:

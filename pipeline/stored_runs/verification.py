@@ -142,7 +142,7 @@ def verify_run(
     if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
         findings.append(Finding(check="chain", location=f"step {gap}", message="is missing"))
         step_records = []
-    starts = read_starts(run_dir, chain.inputs, len(step_records)) if step_records else []
+    starts = read_starts(run_dir, chain.weight_inputs, len(step_records)) if step_records else []
     contradictions, missing_files = compare_files(run_dir, starts)
     findings += contradictions
     unverified += missing_files

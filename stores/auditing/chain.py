@@ -42,7 +42,7 @@ class ChainReport:
     findings: list[Finding] = field(default_factory=list)
     entries: dict[int, str] = field(default_factory=dict)
     """Entry of each training step that has one."""
-    inputs: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    weight_inputs: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     """What weights are computed from, by the first training step that it holds for."""
 
 
@@ -61,7 +61,7 @@ def check_chain(store: StoreReader) -> ChainReport:
                 if record.previous != entry:
                     report.findings.append(_finding(location, f"does not follow what is stored before it, {before}"))
                 report.findings += _check_rows(store, location, record, num_rows)
-                report.inputs += [(record.step, record.inputs)] if record.inputs else []
+                report.weight_inputs += [(record.step, record.inputs)] if record.inputs else []
             elif report.num_entries:
                 report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
             before, entry, num_rows = location, entry_of(text), num_rows + record.num_rows

@@ -337,10 +337,12 @@ class SimulatedBatch:
         if not self._running:
             self.clock = now
             return
-        num_steps = self._cost.steps_within(len(self._running), self._decoding_kv_tokens, now - self.clock)
-        steps = self._steps_to_turn_end()
+        exact_steps = self._cost.steps_within(len(self._running), self._decoding_kv_tokens, now - self.clock)
+        num_steps, steps = math.ceil(exact_steps - 1e-9), self._steps_to_turn_end()
         assert steps is not None
-        self._step(min(steps, math.ceil(num_steps - 1e-9)))
+        self._step(min(steps, num_steps))
+        if num_steps <= steps:
+            self.clock = max(self.clock, now)  # by rounding the boundary may be earlier, and what happens now be missed
 
     def _step(self, steps: int) -> None:
         running = len(self._running)

@@ -142,7 +142,7 @@ def draw_tasks(
 def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> list[Task]:
     """The first `count` distinct held-out prompts, in order; fewer if the source has fewer. Draws at most `count *
     DRAWS_PER_PROMPT` generated prompts. concurrency: see `draw_tasks`."""
-    limit = count * DRAWS_PER_PROMPT if source.num_held_out is None else min(count, source.num_held_out)
+    limit = count * DRAWS_PER_PROMPT if source.num_held_out is None else source.num_held_out
     by_identity: dict[tuple[Prompt, int | None], Task] = {}
     num_drawn = 0
     while (num_missing := min(count - len(by_identity), limit - num_drawn)) > 0:

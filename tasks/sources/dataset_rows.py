@@ -28,7 +28,7 @@ HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
 SPLIT = "train"
 """The split that is used unless the options name another."""
-SAVED = ("dataset_info.json", "dataset_dict.json")
+SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that save_to_disk wrote: one of them is there."""
 
 
@@ -155,7 +155,7 @@ class DatasetRows:
         folder = Path(name).expanduser()
         if name.startswith((".", "/", "~")) and not folder.exists():
             raise ConfigError(f"{label}: no such folder")
-        is_saved = any((folder / file).is_file() for file in SAVED)
+        is_saved = any((folder / file).is_file() for file in SAVED_FOLDER_FILES)
         if is_saved and arguments:
             raise ConfigError(f"{label}: a saved folder has no option {', '.join(arguments)}, only split")
         datasets.disable_progress_bars()  # they would be drawn across the live view

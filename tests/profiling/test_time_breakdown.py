@@ -112,7 +112,7 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> No
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
     assert job.workload.acceptance_rate == profile.draft_stats.acceptance
     known = compute_sizes(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
-    expected_s = factories.cost_with_drafts(load_job(run), 32).step_s(32, 8000.0)
+    expected_s = factories.job_cost_at(load_job(run), 32).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 

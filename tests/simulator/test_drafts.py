@@ -29,6 +29,18 @@ def test_accepted_drafts_reduce_the_number_of_steps() -> None:
     assert instance.work.sampled_tokens == 250
 
 
+@pytest.mark.parametrize("step_s", [0.0092, 0.3, 0.7])
+def test_a_tool_result_within_rounding_of_a_step_boundary_is_taken(step_s: float) -> None:
+    """The simulation did not end: the clock stayed just below the time of the result."""
+    cost = CostModel(k1=0.0, k2=step_s, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
+    for first_tokens in range(1, 21):
+        for tool_steps in range(1, 21):
+            instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8)
+            instance.submit(0.0, 0, 1, 10, 0, (Turn(first_tokens, tool_steps * step_s, 1), Turn(1)))
+            instance.submit(0.0, 1, 1, 10, 0, (Turn(60),))
+            assert {item.trajectory for item in instance.advance(1e9)} == {0, 1}
+
+
 def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
     ends = {}
     for acceptance in (0.0, 0.5):

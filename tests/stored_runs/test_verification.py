@@ -127,6 +127,9 @@ def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_pat
     assert result.repeated_steps == (0, 1, 2, 3, 4, 5)
     completed = command("verify", out, "--steps", 1)
     assert completed.returncode == 0 and completed.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
+    shutil.copytree(out / "checkpoints" / "step-000006", out / "checkpoints" / "step-000005")
+    refused = command("verify", out / "checkpoints" / "step-000005")
+    assert refused.returncode == 2 and "which is step-000006; name that" in refused.stderr
 
     history = (out / "history.jsonl").read_text()
     (out / "history.jsonl").write_text(history.replace('"rows": 16.0', '"rows": 15.0', 1))

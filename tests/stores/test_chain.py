@@ -56,7 +56,7 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     store.commit(record(3, "end"), [])
     report = check_chain(store)
     assert (report.findings, report.num_commits, report.num_entries) == ([], 6, 6), "and the checks of undone commits"
-    assert report.inputs == [(2, inputs)]
+    assert report.weight_inputs == [(2, inputs)]
     assert {step: entries[step] for step in (0, 1)} == {step: report.entries[step] for step in (0, 1)}
     assert report.entries[2] != entries[2]
     texts = store.record_texts(0, 99)

@@ -171,6 +171,8 @@ def test_rows_with_a_held_out_prompt_are_not_trained(tmp_path: Path) -> None:
     assert prompts_of(excluding_held_out, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
     assert "1 of 20 rows" in excluding_held_out.held_out_notice
     assert [t.prompt for t in distinct_held_out(excluding_held_out, 200)] == ["other", "same"]
+    repeated = rows_of(write_rows(tmp_path / "repeated.jsonl", [*(f"p{i}" for i in range(36)), "a", "a", "b", "c"]))
+    assert [t.prompt for t in distinct_held_out(repeated, 2)] == ["a", "b"], "later rows replace duplicates"
     unique = rows_of(write_rows(tmp_path / "unique.jsonl", rows))
     assert prompts_of(unique.excluding_held_out(5), 40) == prompts_of(unique, 40)
     assert unique.excluding_held_out(5).held_out_notice == ""
