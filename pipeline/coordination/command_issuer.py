@@ -137,9 +137,14 @@ class CommandIssuer:
                 )
             self.release_cache(ending.trajectory, trajectory.cached_instance)
             if trajectory.has_open_environment:
-                self._commands.append(commands.CloseEnvironment(trajectory=ending.trajectory))
-            self._forecast.remove_group(ending.group)
+                self.close_environment(ending.trajectory)
+            if ending.group not in self._state.ledger.live_groups:
+                self._forecast.remove_group(ending.group)
             self._decision_log.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
+
+    def close_environment(self, trajectory: TrajectoryId) -> None:
+        """Close the environment of a trajectory that has ended."""
+        self._commands.append(commands.CloseEnvironment(trajectory=trajectory))
 
     def release_cache(self, trajectory: TrajectoryId, instance_id: InstanceId | None) -> None:
         """Drop the cached context of a trajectory on an instance; None: it has none."""

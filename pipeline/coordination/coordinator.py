@@ -376,5 +376,8 @@ class Coordinator(CoordinatorInspection):
             self._issuer.discard(self._state.abort(trajectory.group, reason, trajectory.id))
             return
         self._decision_log.note(trajectory.id, f"aborted: {reason.value}")
+        self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
+        if trajectory.num_turns > 0:
+            self._issuer.close_environment(trajectory.id)
         if self._state.end_evaluation_trajectory(trajectory):
             self._issuer.finish_evaluation()

@@ -12,6 +12,7 @@ from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import StragglerRule
 from staleflow.pipeline.strategies.migration import InstanceLoad, Migration, MovableTrajectory
+from staleflow.stores.trajectory import GroupId
 from staleflow.tasks.emulation.cost_model import CostModel
 
 MAX_SOURCE_SHARE = 0.125
@@ -93,7 +94,7 @@ class MovePlanner:
         ):
             return
         ledger = state.ledger
-        due_trajectories = [trajectory for trajectory in state.live_trajectories.values() if self._is_due(trajectory)]
+        due_trajectories = self._due_trajectories()
         num_per_step = ledger.groups_per_step * ledger.group_size
         if not rule.may_truncate(
             sum(not trajectory.is_being_truncated for trajectory in due_trajectories),
@@ -108,13 +109,29 @@ class MovePlanner:
             if (
                 trajectory.phase is Phase.RUNNING
                 and source is not None
-                and self._may_move(trajectory)
+                and not trajectory.is_leaving
                 and trajectory.tokens > trajectory.turn_start
             ):
                 yield Move(trajectory, source, None, "straggler: truncated")
 
+    def _due_trajectories(self) -> list[LiveTrajectory]:
+        """The trajectories that the next step waits for. Of a group with redundant members these are as many as it
+        needs, those with the most tokens."""
+        ledger = self._state.ledger
+        unfinished_by_group: dict[GroupId, list[LiveTrajectory]] = {}
+        for trajectory in self._state.live_trajectories.values():
+            if self._is_due(trajectory):
+                unfinished_by_group.setdefault(trajectory.group, []).append(trajectory)
+        due_trajectories: list[LiveTrajectory] = []
+        for group, unfinished in unfinished_by_group.items():
+            entry = ledger.live_groups[group]
+            num_finished = len(entry.completed) + len(entry.waiting) - len(unfinished)
+            unfinished.sort(key=lambda trajectory: (not trajectory.is_being_truncated, -trajectory.tokens))
+            due_trajectories += unfinished[: ledger.group_size - num_finished]
+        return due_trajectories
+
     def _is_due(self, trajectory: LiveTrajectory) -> bool:
-        """Whether the next step waits for this trajectory to be sampled."""
+        """Whether the next step may wait for this trajectory to be sampled."""
         if trajectory.is_evaluation:
             return False
         ledger = self._state.ledger
@@ -133,8 +150,8 @@ class MovePlanner:
         ]
 
     def _may_move(self, trajectory: LiveTrajectory) -> bool:
-        """Whether a trajectory may be moved or truncated: at most once per version, so that it cannot move forever
-        without finishing."""
+        """Whether a trajectory may be moved: at most once per version, so that it cannot move forever without
+        finishing."""
         return (
             not trajectory.is_leaving
             and not trajectory.is_evaluation

@@ -102,13 +102,16 @@ class TruncateStragglers(StragglerRule):
     """Truncate all stragglers of a step once they are no more than `share` allows. Truncating only some would not help,
     because the step would wait for the others.
 
-    Over the run, truncated trajectories are at most that share of the trained ones. A step may truncate one trajectory
-    more than its own share, if earlier steps have used less than theirs.
+    Since the latest start, truncated trajectories are at most that share of the trained ones. A step may truncate one
+    trajectory more than its own share, if earlier steps have used less than theirs.
     """
 
     patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
     share: float = knob(
-        0.1, "largest share of the trained responses that are truncated, of each step and of all", low=0, high=1
+        0.1,
+        "largest share of the trained responses that are truncated, of each step and of all since the latest start",
+        low=0,
+        high=1,
     )
 
     truncates = True

@@ -4,7 +4,8 @@ A sampler object has only settings. Its state, named lists of numbers, is an arg
 store, so a resumed run draws the same tasks as an uninterrupted one. Random numbers come
 from the job's seed and the number of the draw.
 
-Weights are never zero, so a task that has left the window can return to it. A task counts as seen as soon as a group of
+Weights are never zero, so a task that has left the window can return to it, except those of stages of a curriculum that
+have not begun, and with `review` = 0 of earlier ones. A task counts as seen as soon as a group of
 it has ended, even if the group failed.
 """
 

@@ -33,10 +33,11 @@ class RenderError(NamedTuple):
 
 
 class ObservationEncoder:
-    """Encodes observations as token ids. Safe in any thread."""
+    """Encodes observations as token ids. Safe in any thread. has_agents: whether messages are those of agents, so that
+    each episode has its own."""
 
-    def __init__(self, prompts: Prompts) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: Prompts, *, has_agents: bool = False) -> None:
+        self._prompts, self._has_agents = prompts, has_agents
 
     def encode(
         self, t: Trajectory, item: ObservationItem, max_new_tokens: int
@@ -58,7 +59,7 @@ class ObservationEncoder:
         try:
             observation = self._encode_messages(t, item.messages)
         except ConfigError as error:
-            if split_params(item.messages)[0].after_turn is None:
+            if not self._has_agents:
                 raise
             return RenderError(str(error))
         return "full" if item.num_tokens + len(observation.tokens) >= max_new_tokens else observation

@@ -97,7 +97,7 @@ class TrajectoryServer:
         self._store_thread = StoreThread(self._store, settings.commit_s)
         self._async_spool = AsyncSpool(self._spool)
         self._evaluation_trajectories = EvaluationTrajectories(self._in_flight, self._task_cache, self._prompts.text)
-        self._observation_encoder = ObservationEncoder(self._prompts)
+        self._observation_encoder = ObservationEncoder(self._prompts, has_agents=settings.prompts.has_agents)
         self._step_batches = StepBatches(self._in_flight, self._store_thread, settings)
         if existing_store is None:
             self._spool.clear()

@@ -80,6 +80,8 @@ class AgentSession:
         self._next_messages: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
         self._refusal: RequestError | None = None
         """The error with which further requests are refused; None while turns are sampled."""
+        self.has_refused = False
+        """Whether a request was refused since `refuse`."""
         self.pending_bytes = 0
         """Size of the session's unanswered requests."""
 
@@ -105,7 +107,8 @@ class AgentSession:
             if _is_same_turn(pending.request, request) and not _failed(pending):
                 return await asyncio.shield(pending.reply)
         if self._refusal is not None:
-            raise self._refusal
+            self.has_refused = True
+            raise self._refusal.with_traceback(None)  # shared: each raise would keep its frames and request
         if not self._allows_branches and latest_request is not None and not latest_request.reply.done():
             raise RequestError(
                 400,
@@ -253,6 +256,7 @@ class AgentSession:
         self._refusal = refusal
         for pending in (*self._queue, *([self._latest_request] if self._latest_request is not None else ())):
             if not pending.reply.done():
+                self.has_refused = True
                 pending.reply.set_exception(refusal)
         self._queue.clear()
 
@@ -303,7 +307,7 @@ class Sessions:
         if session is not None and session.has_secret(secret):
             return session
         if (error := self._closed.get(key)) is not None:
-            raise error
+            raise error.with_traceback(None)  # shared: each raise would keep its frames and request
         if self._now() < self._predecessor_keys_until and _KEY.fullmatch(key):
             reason = "this endpoint has just replaced one that was lost, and does not know this key yet; try again"
             raise RequestError(503, reason, "replaced", RETRY_S)

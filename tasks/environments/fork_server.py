@@ -110,7 +110,13 @@ class ForkServerLoop:
         command, number = COMMAND.unpack(data)
         if command == FORK:
             connection = socket.socket(fileno=fds[0])
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # only this episode fails: the machine has no process or memory left
+                sys.stderr.write(f"an episode's process cannot be started: {error}\n")
+                connection.close()
+                self.reports += EXIT_REPORT.pack(number, 1)
+                return True
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 for sock in (self.control, *sockets):

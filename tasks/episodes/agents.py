@@ -45,10 +45,13 @@ from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
+RESPONSE_LIMIT = "rollout.max_new_tokens"
 COMMAND = "command"
 """Name of an agent that is a program."""
 MAX_LINE_BYTES = 65_536
 """Maximum bytes of a line in a program's output; a longer line is ignored, also if it has the reward."""
+DRAIN_TIMEOUT_S = 1.0
+"""Seconds to read the rest of a program's output after its end."""
 POLL_S = 0.02
 """Seconds between two checks whether a program has ended."""
 MAX_OUTPUT_LINES = 20
@@ -113,16 +116,22 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
             env={**os.environ, **variables}, start_new_session=True,
         )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    readers: list[asyncio.Future[None]] = []
     try:
-        assert process.stdout is not None and process.stderr is not None
-        last_lines = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))
+        output_lines, error_lines = deque[str](maxlen=MAX_OUTPUT_LINES), deque[str](maxlen=MAX_OUTPUT_LINES)
+        streams = ((process.stdout, output_lines), (process.stderr, error_lines))
+        readers = [asyncio.ensure_future(_keep_lines(stream, lines)) for stream, lines in streams]
         while process.returncode is None:  # wait() also waits for the pipes, which a remaining child may keep open
             await asyncio.sleep(POLL_S)
         _kill_group(process.pid)
-        output_lines, error_lines = await last_lines
-        exit_code = await process.wait()
+        # A child in a session of its own may keep the pipes open.
+        await asyncio.wait(readers, timeout=DRAIN_TIMEOUT_S)
+        exit_code = process.returncode
     finally:
         _kill_group(process.pid)
+        for reader in readers:
+            reader.cancel()
     if exit_code:
         detail = f": {error_lines[-1]}" if error_lines else ""
         raise EpisodeFailed(f"the agent's command ended with exit code {exit_code}{detail}")
@@ -137,16 +146,15 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
-    """Return the last non-empty lines of a stream, once it has ended."""
-    lines: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
+async def _keep_lines(stream: asyncio.StreamReader, lines: deque[str]) -> None:
+    """Append the non-empty lines of a stream until it ends."""
     while True:
         try:
             line = await stream.readline()
         except ValueError:  # the line is too long, and dropped
             continue
         if not line:
-            return list(lines)
+            return
         if text := " ".join(line.decode("utf-8", "replace").split()):
             lines.append(text)
 
@@ -191,7 +199,8 @@ class AgentEpisode(CoroutineEpisodeBase):
         self._server, self._start, self._agent = server, start, agent
         self._session: AgentSession | None = None
         self._turn: SampledTurn | None = None
-        self._reached_limit = False
+        self._is_cut_off = False
+        """Whether the response may have no more tokens, so that the agent cannot have got what it expects."""
 
     async def begin(self) -> Prompt:
         try:
@@ -218,17 +227,17 @@ class AgentEpisode(CoroutineEpisodeBase):
         turn, self._turn = self._turn, None
         session.send_turn(turn)
         if truncated or last:
-            return await self._end_at("rollout.max_new_tokens" if truncated else "environment.max_turns")
+            return await self._end_at(RESPONSE_LIMIT if truncated else "environment.max_turns")
         request = await self._next_messages(session)
         return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
 
     async def end_early(self) -> EnvStepResult:
-        return await self._end_at("rollout.max_new_tokens")
+        return await self._end_at(RESPONSE_LIMIT)
 
     async def _end_at(self, limit: str) -> EnvStepResult:
         """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
         assert self._session is not None and self._running_coroutine is not None
-        self._reached_limit = True
+        self._is_cut_off = limit == RESPONSE_LIMIT
         self._session.refuse(RequestError(400, f"the episode reached its limit, {limit}", "context_length_exceeded"))
         await asyncio.wait({self._running_coroutine})
         return self._end()
@@ -249,7 +258,8 @@ class AgentEpisode(CoroutineEpisodeBase):
         return observation
 
     def _result_after(self, error: BaseException) -> EnvStepResult | None:
-        return EnvStepResult(ended=True) if self._reached_limit else None
+        assert self._session is not None
+        return EnvStepResult(ended=True) if self._is_cut_off or self._session.has_refused else None
 
 
 def forked_agent(agent: LoadedAgent) -> CallEnvironment:

@@ -252,6 +252,7 @@ class ToolEpisode:
             result = (
                 f"error: {error}" if error else await self._tools[call.name].run(call.text, timeout_s, self._config)
             )
+            result = result.encode("utf-8", "replace").decode()  # a model's JSON may name a lone surrogate
             results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.is_tagged else result))
             if index >= MAX_CALLS_PER_TURN:
                 break

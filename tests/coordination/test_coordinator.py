@@ -12,9 +12,11 @@ import pytest
 from staleflow.pipeline.coordination import decision_log
 from staleflow.pipeline.coordination.commands import (
     Abort,
+    CloseEnvironment,
     Command,
     Discard,
     FetchPrompts,
+    FinishEvaluation,
     Interrupt,
     Pull,
     ReleaseCache,
@@ -28,6 +30,7 @@ from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     EnvironmentStepped,
+    EvaluationRequested,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -629,8 +632,9 @@ def test_a_step_does_not_wait_for_an_aborted_group_at_its_deadline() -> None:
     assert [t.trajectories for t in commands_of(commands, Train)] == [(2,)]
 
 
-@pytest.mark.parametrize("tokens", [1, 0])
-def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "moved_at_version"), [(1, -1), (0, -1), (1, 1)])
+def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int, moved_at_version: int) -> None:
+    """Also one that has moved at this version, which does not end before the step is trained."""
     bench = Bench(eta=0, groups=2, stragglers="truncate")
     bench.join(A)
     bench.arrive(0, 1)
@@ -642,6 +646,7 @@ def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int) -> N
     bench.finish(2)
     place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
     bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
+    bench.coordinator._state.live_trajectories[TrajectoryId(3)].moved_at_version = PolicyVersion(moved_at_version)
     orders: list[Any] = []
     for _ in range(20):
         orders += commands_of(bench.tell(Tick()), Interrupt)
@@ -663,6 +668,29 @@ def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
     bench.arrive(2, 3)
     orders = [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)]
     assert [o.trajectory for o in orders] == [1]
+
+
+def test_of_a_group_with_redundant_members_only_those_it_needs_are_truncated() -> None:
+    """All unfinished ones counted, so there were too many to truncate."""
+    bench = Bench(eta=0, groups=1, size=4, oversampled_group_size=6, stragglers="truncate", straggler_share=0.3)
+    bench.join(A)
+    bench.arrive(0)
+    bench.coordinator._state.running_means.publish_interval_s.add(1.0)
+    bench.finish(0, 1, 2)
+    bench.tell(InstanceReported(instance=A, progress=tuple((TrajectoryId(i), 4 + (i == 4)) for i in (3, 4, 5))))
+    orders = [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)]
+    assert [o.trajectory for o in orders] == [4]
+
+
+def test_a_failed_redundant_member_leaves_the_forecast_of_its_group() -> None:
+    bench = Bench(eta=0, groups=1, size=2, oversampled_group_size=3, max_attempts=0)
+    bench.join(A)
+    bench.arrive(0)
+    bench.finish(0)
+    bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="out of memory"))
+    assert set(bench.coordinator.forecast._finished_members) == {0}
+    assert commands_of(bench.finish(2), Train)
+    assert not bench.coordinator.forecast._finished_members
 
 
 def test_a_repeated_refusal_is_in_the_story_once() -> None:
@@ -693,6 +721,18 @@ def bench_with_environment(**changes: Any) -> Bench:
     bench.sampled(0)
     bench.join(B)
     return bench
+
+
+def test_an_evaluation_trajectory_that_fails_too_often_closes_its_environment() -> None:
+    bench = Bench(environments=True, size=1, max_attempts=0)
+    bench.join(A)
+    bench.tell(EvaluationRequested(evaluation=0, groups=(NewGroup(group=GroupId(-1), prompt_tokens=10),)))
+    assert commands_of(bench.sampled(-1), StepEnvironment)
+    trajectory = TrajectoryId(-1)
+    bench.tell(EnvironmentStepped(trajectory=trajectory, route_number=bench.route_numbers[-1], tokens=9))
+    commands = bench.tell(TrajectoryFailed(trajectory=trajectory, route_number=bench.route_numbers[-1], error="x"))
+    assert [c.trajectory for c in commands_of(commands, CloseEnvironment)] == [trajectory]
+    assert [c.failed for c in commands_of(commands, FinishEvaluation)] == [(trajectory,)]
 
 
 def observation_event(bench: Bench) -> list[Command]:

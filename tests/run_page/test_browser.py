@@ -258,6 +258,9 @@ async def test_a_chart_is_zoomed_by_dragging_and_a_click_opens_a_step(tmp_path: 
         assert "from=8" in page.url
         await page.get_by_text("show all").click()
         await page.get_by_text("show all").wait_for(state="detached")
+        box = await chart.bounding_box()  # of the chart that is drawn again
+        await page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        await page.locator(".chart .legend").first.filter(has_text="step 8").wait_for()
         await page.mouse.click(box["x"] + box["width"] * 0.5, box["y"] + 60)
         await page.get_by_role("heading", name="Step 8").wait_for()
         assert "/step/8" in page.url

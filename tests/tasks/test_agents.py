@@ -160,6 +160,8 @@ if does == "tree":
     import time; time.sleep(1000)
 if does == "fail":
     sys.exit("it does not work")
+if does == "daemon":
+    subprocess.Popen(["sleep", "100"], start_new_session=True)
 if does == "prose":
     print("it went well")
 else:
@@ -285,6 +287,24 @@ async def test_token_limits_of_a_request_are_passed_with_its_messages(agents: Pa
         directions, shown = split_params(answer.messages)
         assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
         assert (await acted(episodes, task, "a", "b")).reward == 1.0
+
+
+async def test_an_error_after_the_last_turn_is_not_a_reward(agents: Path) -> None:
+    """Only an agent whose request was refused, or whose turn was truncated, gets 0."""
+    async with host_episode(settings(f"agent:{agents}:moody", max_turns=1)) as (episodes, task):
+        raised = await acted(episodes, task, "raise")
+        assert "ValueError: I do not like it" in raised.error
+        refused = await acted(episodes, task, "go on", member=1)
+        assert (refused.ended, refused.reward, refused.error) == (True, 0.0, "")
+        cut = await acted(episodes, task, "raise", member=2, cut=True)
+        assert (cut.ended, cut.reward, cut.error) == (True, 0.0, "")
+
+
+async def test_a_daemon_that_keeps_a_programs_pipes_open_is_not_waited_for(agents: Path) -> None:
+    options = {"command": [sys.executable, str(agents.with_name("program.py"))]}
+    async with host_episode(settings("agent:command", options, step_timeout_s=60.0)) as (episodes, task):
+        result = await acted(episodes, task, "daemon")
+        assert (result.reward, result.error) == (0.25, "")
 
 
 async def test_an_episode_at_a_limit_gets_the_reward_that_the_agent_returns(agents: Path) -> None:

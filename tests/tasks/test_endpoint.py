@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from staleflow.tasks.endpoint.replies import parse_tool_calls
+from staleflow.tasks.endpoint.requests import ChatRequest, RequestError
+from staleflow.tasks.endpoint.sessions import Sessions
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import split_params
 from tests.tasks.endpoint_serving import (
@@ -62,6 +65,19 @@ async def test_a_repeated_request_waits_for_the_same_turn() -> None:
         results = [(await item).json() for item in asking]
         assert results[0] == results[1] == results[2] == (await chat(client, session, HELLO)).json()
         assert not session.next_messages.done()
+
+
+async def test_refusals_of_ended_sessions_keep_no_requests() -> None:
+    """One error is raised for all requests; each raise added its frames to it."""
+    sessions = Sessions()
+    session = sessions.open()
+    sessions.close(session)
+    for _ in range(3):
+        with pytest.raises(RequestError) as refused:
+            sessions.find(session.key)
+        with pytest.raises(RequestError):
+            await session.request_turn(ChatRequest(model="m"))
+    assert len(traceback.extract_tb(refused.value.__traceback__)) < 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -116,7 +116,7 @@ def test_a_single_user_message_needs_no_chat_template(tmp_path: Path) -> None:
 
 
 def make_encoder(tokenized_prompts: TokenizedPrompts) -> ObservationEncoder:
-    return ObservationEncoder(tokenized_prompts)
+    return ObservationEncoder(tokenized_prompts, has_agents=True)
 
 
 def whole_context(t: Trajectory) -> list[int]:
@@ -219,6 +219,24 @@ def test_messages_rejected_by_the_template_are_an_error_of_their_episode(tmp_pat
     assert isinstance(observation, RenderError)
     assert "the chat template fails on messages of user, system: " in observation.error
     assert "system comes first" in observation.error
+
+
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_messages_that_continue_a_conversation_wrongly_are_an_error_of_an_agents_episode(tmp_path: Path) -> None:
+    """They ended the run. An environment's messages are alike in all episodes."""
+    result = prompts(tmp_path, template=ALTERNATING)
+    t = after_two_turns(result)
+    twice = observation_item(t, TurnParams(), Message("user", "x"), Message("user", "y"))
+    assert isinstance(make_encoder(result).encode(t, twice, 1000), RenderError)
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        ObservationEncoder(result).encode(t, twice, 1000)
 
 
 def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:

@@ -245,6 +245,10 @@ async def test_a_task_with_a_verifier_is_played_with_tools(tool_job: Path) -> No
         assert (cut.ended, cut.reward) == (True, 1.0)
         *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], task, member=3)
         assert (third.ended, third.reward) == (True, 1.0)
+        (invalid,) = await answers(
+            episodes, ['<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'], task, member=5
+        )
+        assert invalid.messages[0].content.startswith("error: there is no tool ?; there are ")
         (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], task, member=4)
         assert len(many.messages) == MAX_CALLS_PER_TURN + 1
         assert (
