@@ -3,6 +3,7 @@ which is not enough for both."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ def storages() -> dict[int, torch.UntypedStorage]:
             for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
-                    by_address[storage.data_ptr()] = storage
+                    with contextlib.suppress(RuntimeError):  # a wrapper of the compiler, also without memory
+                        by_address[storage.data_ptr()] = storage
     return by_address
 
 
