@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.cluster.connection import ClusterAddress
+from staleflow.pipeline.jobs import starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
@@ -171,9 +172,8 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert job_end["why"] == ""
     store = check(far, 20)
     summary = json.loads((far / "summary.json").read_text())
-    first, *resumed, last = (item["end"] for item in summary["starts"])
-    assert (first, last) == ("", "done")
-    assert len(resumed) <= 3, "on a busy machine a start may lose what is just being placed"
+    # A start that ended before it trained has noted no commands.
+    assert [start.end for start in starts.read(far) if start.commands] == ["", "done"]
     assert summary["commands"]["Train"] >= 20 - 1, "those before the driver's death, too, but for what it had not noted"
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
     exported = command(*export)  # there is room now
