@@ -95,8 +95,10 @@ class CoordinatorInspection:
         return {instance.id: instance.num_running for instance in self._state.fleet}
 
     def num_tokens(self, trajectory: TrajectoryId) -> int:
-        """Number of tokens of a live trajectory's response, as last reported."""
-        return self._state.live_trajectories[trajectory].tokens
+        """Number of tokens of a trajectory's response, as last reported; 0 if the trajectory is not live, as when
+        later commands of the event that had it scored have ended it."""
+        live_trajectory = self._state.live_trajectories.get(trajectory)
+        return 0 if live_trajectory is None else live_trajectory.tokens
 
     def is_drained(self, instance_id: InstanceId) -> bool:
         """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""

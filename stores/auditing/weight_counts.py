@@ -148,9 +148,12 @@ def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator
     for check in record.weight_checks:
         fingerprint = published.get(check.version, check.fingerprint)
         if check.outcome == "contradicted" or check.fingerprint != fingerprint:
-            why = check.refused or f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}"
-            if not check.refused and not check.drift <= check.limit:
-                why = f"its logprobs differed by {check.drift:.3g} nats, limit {check.limit:.3g}"
+            differences = []
+            if check.fingerprint != fingerprint or check.weights.contradicted:
+                differences.append(f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}")
+            if not check.drift <= check.limit:  # nor NaN
+                differences.append(f"its logprobs differed by {check.drift:.3g} nats, limit {check.limit:.3g}")
+            why = check.refused or "; ".join(differences)
             event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
             message = f"{check.instance} {event} at version {check.version}: {why}"
             yield Finding(check=CHECK, location=location, message=message)

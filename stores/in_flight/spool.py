@@ -12,7 +12,7 @@ Entries (stores/in_flight/spool_entries.py) are appended to numbered part files 
   the oldest resume point.
 - A spool that cannot be written does not end the run: it warns once, appends nothing until the next part begins, and
   trajectories whose entries are missing restart from their prompts when the run is resumed. If the trajectory server
-  is lost meanwhile, the first batch that needs one of them ends the run.
+  is lost meanwhile, its successor ends the run once a score, batch or commit needs one of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def read_frames(file: BinaryIO) -> Iterator[bytes]:
 
 
 class Spool:
-    """The spool of one run. One process appends to it, from one thread. Call `read` before the first append.
+    """The spool of one run. One process appends to it, from one thread. For a resumed run call `resume`
+    first.
 
     group_size: trajectories started per group.
     """
@@ -73,10 +74,17 @@ class Spool:
         """Whether the current part cannot be written: nothing is appended until the next one begins."""
         self._has_warned = False
 
+    def resume(self) -> Iterator[spool_entries.Entry]:
+        """Begin a new part, and return the entries of earlier ones as `read` does. If this process replaces one that is
+        only silent, that one can then begin no part, and appends nothing after its next commit."""
+        self._parts = {_part_number(path): set() for path in self._part_paths()}
+        self._begin_part()
+        return self.read()
+
     def read(self) -> Iterator[spool_entries.Entry]:
         """Read all entries, oldest first. Skips parts that cannot be read."""
-        for path in sorted(self.folder.glob("part-*.log")):
-            groups = self._parts.setdefault(int(path.stem[len("part-") :]), set())
+        for path in self._part_paths():
+            groups = self._parts.setdefault(_part_number(path), set())
             try:
                 with path.open("rb") as file:
                     if file.read(len(HEADER)) != HEADER:
@@ -104,6 +112,8 @@ class Spool:
         groups = self._parts[max(self._parts)]
         for entry in entries:
             groups |= self._groups(entry)
+            if isinstance(entry, spool_entries.GroupDrawn):  # evaluations of a resumed run use the same numbers again
+                self._stored_at_step.pop(entry.group, None)
         return True
 
     def mark_stored(self, step: int, groups: Iterable[GroupId]) -> None:
@@ -173,6 +183,9 @@ class Spool:
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:08d}.log"
 
+    def _part_paths(self) -> list[Path]:
+        return sorted(self.folder.glob("part-*.log"))
+
     def _groups(self, entry: spool_entries.Entry) -> set[GroupId]:
         match entry:
             case spool_entries.GroupDrawn():
@@ -195,3 +208,7 @@ class Spool:
 
     def _group(self, trajectory: TrajectoryId) -> GroupId:
         return GroupId(trajectory // self._group_size)
+
+
+def _part_number(path: Path) -> int:
+    return int(path.stem.removeprefix("part-"))

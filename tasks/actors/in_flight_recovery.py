@@ -18,7 +18,7 @@ def rebuild_in_flight(
 ) -> None:
     """Rebuild an empty in-flight state from the spool and the ledger of the store's last record. Trajectories that the
     ledger counts and the spool does not have are added with their prompts alone."""
-    for entry in spool.read():
+    for entry in spool.resume():
         in_flight.apply(entry)
     in_flight.remove_stored(ledger)
     source_tasks = {group: (source, task) for group, source, task in ledger.tasks_in_flight}

@@ -64,8 +64,8 @@ class ParameterServer:
 
     def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
         """call_s: seconds without data from any source after which a fetch fails."""
+        self._folder = WeightFolder(Path(folder))  # first, to keep the versions of a lost server that this one replaces
         remove_unused_folders(Path(folder).parent)
-        self._folder = WeightFolder(Path(folder))
         self._call_s, self._piece_bytes = call_s, piece_bytes
         self._source_timeout_s = min(SOURCE_TIMEOUT_S, call_s)
         self._fetch_tasks: dict[PolicyVersion, asyncio.Task[None]] = {}

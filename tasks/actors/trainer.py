@@ -86,8 +86,8 @@ class Trainer:
         self._call_s = call_s
         self._settings, self._threads, self._ranks = settings, threads, ranks
         self._built_policy: Policy | None = settings.build(threads) if ranks == 1 else None
-        weight_folder.remove_unused_folders(Path(folder).parent)
         self._folder = WeightFolder(Path(folder))
+        weight_folder.remove_unused_folders(Path(folder).parent)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe_tokens: tuple[int, ...] = ()

@@ -8,14 +8,19 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import InstanceReported, RunResumed
 from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.instance_link import POLL_S
-from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
+from staleflow.pipeline.runtime.run_report import RunListener
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+from tests.support import virtual_time
 from tests.support.bodies import Body, Run, Script
 from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
@@ -261,6 +266,29 @@ def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) 
     consumed = {r.trajectory.id for r in second.store.ended() if r.fate is Fate.CONSUMED}
     assert given_up & consumed
     assert min(set(range(max(consumed))) - consumed, default=max(consumed)) >= max(given_up)
+
+
+def test_a_resumed_group_that_is_at_once_too_old_does_not_stop_the_run(body: Body) -> None:
+    """Its members wait for their scores, and the next step begins without them in the same event."""
+    shape = ("staleness.eta=1", "batch.groups_per_step=1", "batch.extra_groups=1")
+
+    def in_flight(group: int, **state: Any) -> GroupInFlight:
+        members = [
+            MemberInFlight(trajectory=TrajectoryId(2 * group + i), tokens=5, sampled=True, **state) for i in range(2)
+        ]
+        return GroupInFlight(group=GroupId(group), prompt_tokens=3, members=tuple(members))
+
+    groups = in_flight(1, version=PolicyVersion(0)), in_flight(2, version=PolicyVersion(1), scored=True, reward=1.0)
+
+    async def resume() -> tuple[list[str], list[int]]:
+        async with body.placed(*shape) as stage:
+            driver = Driver(stage.config, stage.actors, stage.config.run_dir, RunListener())
+            driver._handle(RunResumed(step=1, num_ended=(("consumed:none", 2),), groups=groups))
+            kinds, queued = list(driver.report.commands), list(driver._score_queue._num_tokens.values())
+            await driver.close()
+            return kinds, queued
+
+    assert virtual_time.run(resume()) == (["Score", "Train", "Discard"], [0, 0])
 
 
 @pytest.mark.parametrize("kept_share", [None, 0.0, 0.5])

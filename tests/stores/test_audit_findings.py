@@ -497,6 +497,13 @@ FAULTS = (
             2, lambda record: replace(record, weight_checks=(replace(weight_check("w1"), drift=5.0, limit=1.0),))
         ),
     ),
+    Fault(
+        name="instance_with_other_weights_and_logprobs", check="fingerprints", where="step 2",
+        message="a had wrong .*: it had w9, w1 was published; .*; its logprobs differed by 5 nats, limit 1",
+        record=of_record(
+            2, lambda record: replace(record, weight_checks=(replace(weight_check("w9"), drift=5.0, limit=1.0),))
+        ),
+    ),
 )  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def test_a_reopened_spool_appends_to_a_new_part(tmp_path: Path) -> None:
     first.append([drawn(0), drawn(1)])
     part(tmp_path / "spool").write_bytes(part(tmp_path / "spool").read_bytes()[:-2])
     again = Spool(tmp_path / "spool", group_size=3)
-    assert [entry.group for entry in again.read() if isinstance(entry, GroupDrawn)] == [0]
+    assert [entry.group for entry in again.resume() if isinstance(entry, GroupDrawn)] == [0]
     again.append([drawn(2)])
     assert groups_in(tmp_path / "spool") == {0, 2}
     again.clear()
@@ -256,11 +256,29 @@ def test_a_part_that_another_server_has_begun_is_not_overwritten(tmp_path: Path)
     old = Spool(tmp_path / "spool", group_size=3)
     assert old.append([drawn(0)])
     new = Spool(tmp_path / "spool", group_size=3)
-    list(new.read())
-    assert new.append([drawn(1)])
+    list(new.resume())
     old.rotate(oldest_point=None)
+    assert new.append([drawn(1)])
     assert not old.append([drawn(2)])
     assert groups_in(tmp_path / "spool") == {0, 1}
+
+
+def test_a_group_that_is_drawn_again_is_in_flight_again(tmp_path: Path) -> None:
+    """The evaluations of a resumed run have the numbers of those before."""
+    first = Spool(tmp_path / "spool", group_size=3)
+    first.append([drawn(-1)])
+    spool = Spool(tmp_path / "spool", group_size=3)
+    list(spool.resume())
+    spool.mark_stored(-1, [GroupId(-1)])
+    spool.append([drawn(-1)])
+    for step in range(3):
+        spool.rotate(oldest_point=step)
+        spool.append([drawn(step)])
+        spool.mark_stored(step, [GroupId(step)])
+    assert -1 in groups_in(tmp_path / "spool")
+    spool.mark_stored(-1, [GroupId(-1)])
+    spool.rotate(oldest_point=3)
+    assert groups_in(tmp_path / "spool") == set()
 
 
 def test_a_full_disk_is_logged_once_and_the_next_part_continues(

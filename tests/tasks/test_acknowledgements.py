@@ -430,6 +430,16 @@ async def test_a_batch_is_refused_if_its_rewards_were_lost_with_the_server(
     assert not server._in_flight.batches
 
 
+async def test_a_server_that_was_replaced_while_silent_does_not_stop_its_successors_spool(tmp_path: Path) -> None:
+    """Its late commit began the part that the successor was about to begin."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    silent_spool = scene.server._spool
+    scene.restart()
+    silent_spool.rotate(oldest_point=0)
+    await scene.sample(ZERO)
+    assert scene.restart()._in_flight.live[ZERO].num_tokens == 9
+
+
 async def test_a_commit_is_refused_if_an_end_or_the_batch_was_lost_with_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,17 @@ def test_a_parameter_server_removes_the_folders_of_killed_runs_on_its_host(tmp_p
     living.remove()
 
 
+def test_a_parameter_server_keeps_the_versions_of_the_one_it_replaces(tmp_path: Path) -> None:
+    """Without the trainer on its host, nobody else has locked the run's folder."""
+    folder = tmp_path / "staleflow-run"
+    lost = RealHost(folder)
+    lost.publish(4)
+    for user in (lost._folder, lost.server._folder):
+        user._release()  # as at the end of its process
+    ParameterServer(str(folder), CALL_S)
+    assert lost.versions() == [4]
+
+
 class PlayedHost(ParameterHost):
     """A host of a scripted world, as in the tests of the runtime."""
 
