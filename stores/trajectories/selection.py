@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping
@@ -26,8 +27,8 @@ MAX_SHOWN_CHARACTERS = 200
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.Eq: operator.eq, ast.NotEq: operator.ne,
-    ast.In: lambda left, right: np.isin(left, list(right)),
-    ast.NotIn: lambda left, right: ~np.isin(left, list(right)),
+    ast.In: lambda left, right: np.isin(left, right)[()],  # of a number, a number
+    ast.NotIn: lambda left, right: ~np.isin(left, right)[()],
 }  # fmt: skip
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -104,8 +105,8 @@ class Selection:
                     f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
                 )
 
-    def _compare(self, values: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
-        parts = [self._value(v, columns) for v in values]
+    def _compare(self, operands: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
+        parts = [self._value(operand, columns) for operand in operands]
         conditions = []
         for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
             is_membership = isinstance(op, (ast.In, ast.NotIn))
@@ -115,7 +116,7 @@ class Selection:
             if any(kinds) != all(kinds):
                 raise self._error("compares text with numbers; quote text, as in fate == 'consumed'")
             conditions.append(_COMPARISONS[type(op)](left, right))
-        return np.logical_and.reduce(conditions) if len(conditions) > 1 else conditions[0]
+        return functools.reduce(np.logical_and, conditions)
 
     def _condition(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
         value = self._value(node, columns)
@@ -127,7 +128,8 @@ class Selection:
         value = self._value(node, columns)
         if isinstance(value, list) or _is_text(value):
             raise self._error(f"{ast.unparse(node)!r} is not a number")
-        return value
+        is_bool = isinstance(value, (np.ndarray, np.bool_)) and value.dtype == np.bool_
+        return value.astype(np.int64) if is_bool else value  # numpy's own arithmetic of them is not Python's
 
     def _error(self, problem: str) -> ConfigError:
         text = self.text if len(self.text) <= MAX_SHOWN_CHARACTERS else f"{self.text[:MAX_SHOWN_CHARACTERS]}..."

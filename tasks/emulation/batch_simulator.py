@@ -166,6 +166,11 @@ class SimulatedBatch:
         return len(self._running)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests outside the batch, for lack of room in it."""
+        return len(self._waiting)
+
+    @property
     def kv_tokens(self) -> int:
         """KV tokens of running requests at `clock`."""
         return self._decoding_kv_tokens + self._tool_kv_tokens
@@ -281,6 +286,11 @@ class SimulatedBatch:
         """Drop the cached context of a trajectory. Running requests are not affected."""
         self._pop_cached(trajectory)
 
+    def clear_cache(self) -> None:
+        """Drop the cached contexts of all trajectories. Running requests are not affected."""
+        self._cached_for_turns.clear()
+        self._cached_kv_tokens = 0
+
     def remove(self, now: float, trajectory: int) -> SimulatedRequest | None:
         """Remove a request and return it; None if there is no such request."""
         self._advance_to_boundary(now)
@@ -305,8 +315,7 @@ class SimulatedBatch:
         cache of the old weights instead of prefilling all contexts again."""
         self._advance_to_boundary(now)
         self._process_boundary()
-        self._cached_for_turns.clear()
-        self._cached_kv_tokens = 0
+        self.clear_cache()
         self.clock += seconds
         loaded_s = self.clock
         self.work.pull_s += seconds

@@ -144,16 +144,17 @@ class EmulatedEngine:
                     continue
                 if previous is not None:
                     self._batch.remove(now, request.trajectory)
+                    self._collect_ended()  # it may have ended at this step boundary
                 version = adapters.version_for(self._served_versions, request.version)
                 context_version, cached_tokens = self._contexts.pop(request.trajectory, (version, ()))
                 if context_version != version or request.tokens[: len(cached_tokens)] != cached_tokens:
                     self._batch.release_cache(request.trajectory)
-                prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
+                prior, num_prompt_tokens = request.num_prior, max(0, len(request.tokens) - request.num_prior)
                 running = self._plan_response(request)
                 running.version_starts.append((version, prior))
                 self._running[request.trajectory] = running
                 turns = (Turn(running.length),)
-                self._batch.submit(now, request.trajectory, request.route_number, prompt, prior, turns)
+                self._batch.submit(now, request.trajectory, request.route_number, num_prompt_tokens, prior, turns)
             self._condition.notify_all()
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -215,6 +216,7 @@ class EmulatedEngine:
                 return
             self._asleep = True
             self._contexts.clear()
+            self._batch.clear_cache()
         time.sleep(self._settings.switch_s / self._settings.time_scale)
 
     def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
@@ -242,6 +244,8 @@ class EmulatedEngine:
                 busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
                 tokens_sampled=work.sampled_tokens,
                 progress=progress,
+                waiting=self._batch.num_waiting,
+                preemptions=work.preemptions,
                 kept_tokens=self._batch.kept_tokens,
                 prefilled_tokens=work.all_prefill_tokens,
                 cached_tokens=work.cached_tokens,
@@ -385,10 +389,10 @@ class EmulatedEngine:
         for (version, start), end in zip(running.version_starts, ends, strict=True):
             if end > start:
                 ids = emulated_ids(running.key, start, end - start)
-                if start == 0:
-                    ids[0] = REWARD_TOKEN + (running.reward > 0)
                 if end == running.length and finish is FinishReason.STOP:
                     ids[-1] = EOS
+                if start == 0:  # also of a response of one token
+                    ids[0] = REWARD_TOKEN + (running.reward > 0)
                 segments.append(
                     Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
                 )

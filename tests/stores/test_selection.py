@@ -17,6 +17,7 @@ COLUMNS: dict[str, Any] = {
     "staleness": np.array([0, 1, 2, -1]),
     "response_tokens": np.array([10, 20, 30, 40]),
     "fate": np.array(["consumed", "consumed", "consumed", "aborted"]),
+    "loss_mask": np.array([True, True, False, False]),
 }
 
 
@@ -32,6 +33,11 @@ COLUMNS: dict[str, Any] = {
         ("reward * response_tokens - 5 > 10", [1, 3]),
         ("response_tokens / staleness >= 20", [0, 1]),
         ("response_tokens % 20 == 0", [1, 3]),
+        ("-loss_mask < 0", [0, 1]),
+        ("loss_mask - loss_mask == 0", [0, 1, 2, 3]),
+        ("loss_mask + loss_mask == 2", [0, 1]),
+        ("0 < 0.5 < reward", [1, 3]),
+        ("reward > 0.5 < 0", []),
     ],
 )
 def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> None:
@@ -45,6 +51,9 @@ def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> 
         ("zzz > 0", "there are reward, staleness"),
         ("reward", "is not a condition"),
         ("1 < 2", "is not a condition"),
+        ("1 in (1, 2)", "is not a condition"),
+        ("-(1 in (1, 2)) == 1", "is not a condition"),
+        ("1 not in (1, 2) and reward > 0", "'1 not in (1, 2)' is neither true nor false"),
         ("reward and staleness", "'reward' is neither true nor false"),
         ("fate == 1", "quote text"),
         ("reward == 'x'", "quote text"),

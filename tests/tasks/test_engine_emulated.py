@@ -20,12 +20,13 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
-from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.base import Engine, SampledTokens
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from tests.tasks.brake import BRAKE, brake, check_brake  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
+    PATIENCE_S,
     ReusingEngineTests,
     SleepingEngineTests,
     call_in_thread,
@@ -256,6 +257,59 @@ def test_cached_tokens_are_released_after_the_last_turn_or_an_abort() -> None:
         assert engine.load_statistics().kept_tokens == values[1] + values[2]
         engine.abort([TrajectoryId(1)])
         assert engine.load_statistics().kept_tokens == values[2]
+
+
+def test_a_newer_route_may_come_after_the_last_step_of_the_request_it_replaces() -> None:
+    """A command takes effect at the end of the present step, at which a request may end."""
+    clock = FaultyClock()
+    clock.stop()
+    with closing(EmulatedEngine(settings(), InstanceId("i"), clock)) as engine:
+        engine.submit([request(0, max_new_tokens=1)])
+        clock._passed_s = COST.step_s(1, 4) / 4
+        engine.submit([request(1, max_new_tokens=1), request(0, max_new_tokens=5, route_number=2)])
+        clock.go_on()
+        lengths = {}
+        while len(lengths) < 3 and (events := engine.events(PATIENCE_S)):
+            for event in events:
+                assert isinstance(event, SampledTokens)
+                lengths[event.trajectory, event.route_number] = len(tokens_of(event))
+        assert lengths == {(0, 1): 1, (1, 1): 1, (0, 2): 5}
+        assert engine.load_statistics().kept_tokens == 0
+
+
+def test_a_response_of_one_token_is_its_reward() -> None:
+    short = workload(median=1.0, sigma=0.0, long_share=0.0)
+    with closing(EmulatedEngine(settings(workload=short), InstanceId("i"))) as engine:
+        engine.submit([request(i) for i in range(8)])
+        for trajectory, sampled in collect(engine, 8).items():
+            assert sampled.finish is FinishReason.STOP
+            assert tokens_of(sampled) == [REWARD_TOKEN + short.reward(*divmod(trajectory, 4))]
+
+
+def test_requests_outside_the_batch_are_counted() -> None:
+    clock = FaultyClock()
+    clock.stop()
+    with closing(EmulatedEngine(settings(max_running=2), InstanceId("i"), clock)) as engine:
+        engine.submit([request(i) for i in range(10)])
+        load = engine.load_statistics()
+        assert (load.running, load.waiting, load.preemptions) == (10, 8, 0)
+
+
+def test_preemptions_are_counted() -> None:
+    long = workload(median=20.0, sigma=0.0, long_share=0.0)
+    with closing(EmulatedEngine(settings(kv_tokens=30, workload=long, time_scale=50.0), InstanceId("i"))) as engine:
+        engine.submit([request(i, max_new_tokens=20) for i in range(2)])
+        collect(engine, 2)
+        assert engine.load_statistics().preemptions == 1
+
+
+def test_sleep_drops_cached_contexts() -> None:
+    with closing(EmulatedEngine(settings(), InstanceId("i"))) as engine:
+        engine.submit([request(0, max_new_tokens=5, keep_kv=True)])
+        collect(engine, 1)
+        assert engine.load_statistics().kept_tokens == 9
+        engine.sleep()
+        assert engine.load_statistics().kept_tokens == 0
 
 
 def test_drafts_have_at_most_the_tokens_of_the_settings() -> None:
