@@ -154,6 +154,7 @@ class Driver:
         weight_fingerprints = self._actors.trained_fingerprints
         newest = weight_fingerprints[max(weight_fingerprints)]
         self._step_records.weight_inputs = start_inputs(self._run_dir, newest, self._fingerprints)
+        self._background.spawn(self._actors.recovery.watch(), "watch")
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
@@ -162,7 +163,6 @@ class Driver:
             self._handle(resumed)
         self._background.spawn(self._commit_queue.run(), "commits")
         self._background.spawn(self._tick(), "clock")
-        self._background.spawn(self._actors.recovery.watch(), "watch")
         self._background.spawn(self._membership.place_optional_instances(), "optional instances")
         for coroutine in self._score_queue.coroutines():
             self._background.spawn(coroutine, "scoring")
@@ -221,7 +221,7 @@ class Driver:
         ledger = factories.make_coordinator(self._config).ledger
         unrepeatable = actor_settings.unrepeatable_sources(self._config)
         resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups, unrepeatable)
-        work: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="start_s")
+        work: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="commit_s")
         self._num_drawn = work.ledger.num_started // self._config.oversampled_group_size
         if work.num_responses or work.num_restarted:
             self._note(

@@ -22,7 +22,7 @@ from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFl
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.support import virtual_time
 from tests.support.bodies import Body, Run, Script
-from tests.support.driver_runs import MOVES
+from tests.support.driver_runs import MOVES, until
 from tests.support.in_process import Fault
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted import World
@@ -170,6 +170,32 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
         if t.id in before:
             assert list(t.versions)[: before[t.id].num_tokens] == list(before[t.id].versions)
     assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+
+
+def test_an_outage_of_the_bucket_during_the_resume_is_waited_out(body: Body) -> None:
+    """The server commits that it goes on, and tries again longer than the start of an actor may take."""
+    world = World(commit_s=0.5)
+
+    async def fail_bucket(run: Run) -> None:
+        await until(run, lambda: "recoverable" in run.workers.methods("server"))
+        now = asyncio.get_running_loop().time()
+        world.outage = (now, now + 300.0)
+
+    first = body.run(*BASE, "deadlines.commit_s=400", world=world, meanwhile=kill_after_commands(40))
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), meanwhile=fail_bucket)
+    check_whole(second)
+    assert second.outcomes.losses == []
+    assert first.config.deadlines.start_s < 300 < second.ended_s
+
+
+def test_a_server_that_is_silent_during_the_resume_is_replaced(body: Body) -> None:
+    world = World()
+    first = body.run(*BASE, "deadlines.silent_s=20", world=world, meanwhile=kill_after_commands(40))
+    silent = [Fault(actor="server", method=method, silent="before") for method in ("resume", "held_out_notice")]
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), faults=silent)
+    check_whole(second)
+    (loss,) = second.outcomes.losses
+    assert "deadlines.silent_s" in loss
 
 
 @pytest.mark.parametrize("spool_s", [0.5, 0.0])
