@@ -18,7 +18,7 @@ import zarr
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import elements_per_file
-from staleflow.stores.trajectories.repository import MAIN, branch_names, first_line, repository_at
+from staleflow.stores.trajectories.repository import MAIN, branch_names, one_line, repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 
 CHECK = "history"
@@ -71,7 +71,7 @@ def _snapshot_findings(repository: Any, branch: str, visited_snapshots: set[str]
                 from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id
             ).updated_chunks
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
-            yield Finding(check=CHECK, location=location, message=f"cannot be read: {first_line(error)}")
+            yield Finding(check=CHECK, location=location, message=f"cannot be read: {one_line(error)}")
             return
         chunks = {(name.strip("/"), int(index[0])) for name, indices in changed_chunks.items() for index in indices}
         for name, number in sorted(chunks & replaced_chunks):
@@ -89,4 +89,4 @@ def _difference(earlier_array: Any, newest_array: Any, number: int) -> str:
             return ""
         return "it differs from what the newest snapshot has in its place"
     except Exception as error:  # noqa: BLE001  zarr, numcodecs and icechunk each raise their own for a damaged chunk
-        return f"it is corrupt: {first_line(error)}"
+        return f"it is corrupt: {one_line(error)}"

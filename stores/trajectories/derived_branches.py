@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import icechunk
 import numpy as np
 import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import reader
-from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at, temporary_branch
+from staleflow.stores.trajectories.repository import (
+    MAIN,
+    TEMPORARY_PREFIX,
+    branch_names,
+    raised_as_store_error,
+    repository_at,
+    temporary_branch,
+)
 from staleflow.stores.trajectory import NO_VERSION
-
-COPIED_AT_ONCE = 16 * 65_536
-"""Elements copied at once: 4 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +53,14 @@ def check_branch_name(path: Path, name: str) -> None:
             f"letter or digit, at most {MAX_NAME} in all"
         )
     branches = branch_names(repository_at(path))
-    if name in branches or name == MAIN or not name or name.startswith(("undone-", INCOMPLETE)):
+    if name in branches or name == MAIN or not name or name.startswith(("undone-", TEMPORARY_PREFIX)):
         names = ", ".join(sorted(branches))
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
 def derive(store: reader.StoreReader, path: Path, name: str, rewards: BranchRewards, lineage: Mapping[str, Any]) -> str:
     """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
-    StoreError; then no branch is left."""
+    ConfigError, StoreError; then no branch is left."""
 
     def change(root: Any) -> None:
         count = len(rewards.rewards)
@@ -97,21 +100,23 @@ def derive_logprobs(
     store: reader.StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
 ) -> str:
     """Create branch `name` from the snapshot that `store` reads, with the array RECOMPUTED_LOGPROBS beside the stored
-    logprobs. Returns the new snapshot. Raises StoreError; then no branch is left. logprobs: [T], may be
-    memory-mapped."""
+    logprobs. Returns the new snapshot. Raises ConfigError, StoreError; then no branch is left. logprobs: [T], may
+    be memory-mapped."""
 
     def change(root: Any) -> None:
-        tokens = root["tokens/logprobs"]
-        if tokens.shape != logprobs.shape:
-            raise StoreError(f"{path}: {tokens.shape[0]} tokens, but logprobs for {len(logprobs)}")
+        stored_logprobs = root["tokens/logprobs"]
+        if stored_logprobs.shape != logprobs.shape:
+            raise StoreError(f"{path}: {stored_logprobs.shape[0]} tokens, but logprobs for {len(logprobs)}")
         if reader.RECOMPUTED_LOGPROBS in root:
             del root[reader.RECOMPUTED_LOGPROBS]
         array = root.create_array(
-            reader.RECOMPUTED_LOGPROBS, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
-            compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
+            reader.RECOMPUTED_LOGPROBS, shape=logprobs.shape, chunks=stored_logprobs.chunks,
+            shards=stored_logprobs.shards, compressors=stored_logprobs.compressors, dtype="float32", fill_value=0,
+            dimension_names=("tokens_rescored",),
         )  # fmt: skip
-        for start_token in range(0, len(logprobs), COPIED_AT_ONCE):
-            array[start_token : start_token + COPIED_AT_ONCE] = logprobs[start_token : start_token + COPIED_AT_ONCE]
+        file_elements = reader.elements_per_file(array)
+        for start_token in range(0, len(logprobs), file_elements):
+            array[start_token : start_token + file_elements] = logprobs[start_token : start_token + file_elements]
 
     return _commit_branch(store, path, name, "logprobs", change, lineage)
 
@@ -127,14 +132,14 @@ def _commit_branch(
     check_branch_name(path, name)
     repository = repository_at(path)
     parent = store.snapshot
-    try:
-        with temporary_branch(repository, parent) as temporary_name:
-            session = repository.writable_session(temporary_name)
-            root: Any = zarr.open_group(session.store, mode="r+")
-            change(root)
-            root.attrs["lineage"] = {**lineage, "parent": parent}
-            snapshot = str(session.commit(f"{kind}: {name}", metadata={"kind": kind}))
-            repository.create_branch(name, snapshot)
-            return snapshot
-    except (icechunk.IcechunkError, OSError) as error:
-        raise StoreError(f"{path}: branch {name!r} could not be stored: {error}") from error
+    with (
+        raised_as_store_error(path, f"branch {name!r} could not be stored"),
+        temporary_branch(repository, parent) as temporary_name,
+    ):
+        session = repository.writable_session(temporary_name)
+        root: Any = zarr.open_group(session.store, mode="r+")
+        change(root)
+        root.attrs["lineage"] = {**lineage, "parent": parent}
+        snapshot = str(session.commit(f"{kind}: {name}", metadata={"kind": kind}))
+        repository.create_branch(name, snapshot)
+        return snapshot

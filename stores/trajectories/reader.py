@@ -39,7 +39,7 @@ from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
     bucket_fails,
-    first_line,
+    one_line,
     repository_at,
     store_error,
 )
@@ -485,9 +485,9 @@ class StoreReader:
                 try:
                     array[number * size : min(stop, (number + 1) * size)]
                 except Exception as first_error:  # noqa: BLE001  the same
-                    message = f"{self._location}: {name}, chunk {number}, is corrupt: {first_line(first_error)}"
+                    message = f"{self._location}: {name}, chunk {number}, is corrupt: {one_line(first_error)}"
                     raise StoreError(message) from error
-            raise StoreError(f"{self._location}: {name} cannot be read: {first_line(error)}") from error
+            raise StoreError(f"{self._location}: {name} cannot be read: {one_line(error)}") from error
 
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import icechunk
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text
 from staleflow.stores.s3_url import split_url
 
@@ -34,7 +34,7 @@ MAIN = "main"
 """The branch that a run commits to."""
 CREATED = "created"
 """Kind of the commit that a store begins with."""
-INCOMPLETE = "part-"
+TEMPORARY_PREFIX = "part-"
 """Prefix of the names of temporary branches, which are never listed. The time of their creation follows."""
 ABANDONED_S = 24 * 3600.0
 """Age in seconds after which a temporary branch is removed."""
@@ -44,17 +44,15 @@ MANIFEST_CHUNKS = 64
 
 def repository_at(path: Path) -> Any:
     """Open the Icechunk repository of an existing store. Raises StoreError."""
-    try:
+    with raised_as_store_error(path, "the store cannot be opened"):
         return open_repository(path)
-    except (icechunk.IcechunkError, OSError) as error:
-        raise store_error(path, "the store cannot be opened", error) from error
 
 
 def open_repository(path: Path) -> Any:
     """As `repository_at`, but raises Icechunk's own errors."""
     storage = storage_at(path)
     if url_of(path):
-        icechunk.Repository.fetch_config(storage)  # refused with a reason, as what opening asks first is not
+        icechunk.Repository.fetch_config(storage)  # a bucket refuses this with a reason, but not what `open` asks first
     return icechunk.Repository.open(storage, config=_config())
 
 
@@ -65,7 +63,7 @@ def creating_repository(path: Path, url: str = "", job: str = "") -> Iterator[An
     uses. url, job: of a store in a bucket, as in RunHeader. Raises Icechunk's errors, OSError, ConfigError,
     StoreError."""
     if url:
-        yield _unused(url, job)
+        yield _unused_repository(url, job)
         write_url_file(path, url)
         return
     tmp_path = path.with_name(f".{path.name}.part")
@@ -81,15 +79,15 @@ def check_bucket(url: str, *, must_be_new: bool) -> None:
         f"store = {url!r}: the bucket cannot be used",
         "check the name, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID",
     )
-    with raised_as(ConfigError, problem, icechunk.IcechunkError, OSError, remedy=remedy, describe=first_line):
+    with raised_as(ConfigError, problem, icechunk.IcechunkError, OSError, remedy=remedy, describe=one_line):
         check_endpoint()
         if icechunk.Repository.exists(bucket_storage(url)) and must_be_new:
-            _unused(url)
+            _unused_repository(url)
 
 
-def _unused(url: str, job: str = "") -> Any:
-    """The repository at a URL, created if it is not there. Raises ConfigError if a run has committed to it, or if
-    another job has created its store there. job: the job file; empty if any may have."""
+def _unused_repository(url: str, job: str = "") -> Any:
+    """Open the repository at a URL, or create it if it is not there. Raises ConfigError if a run has committed to it,
+    or if another job has created its store there. job: the job file; empty if any may have."""
     storage = bucket_storage(url)
     if not icechunk.Repository.exists(storage):
         return icechunk.Repository.create(storage, config=_config())
@@ -108,27 +106,30 @@ def _unused(url: str, job: str = "") -> Any:
 
 def branch_names(repository: Any) -> set[str]:
     """Names of the complete branches."""
-    return {name for name in repository.list_branches() if not name.startswith(INCOMPLETE)}
+    return {name for name in repository.list_branches() if not name.startswith(TEMPORARY_PREFIX)}
 
 
 @contextlib.contextmanager
 def temporary_branch(repository: Any, snapshot: str) -> Iterator[str]:
     """Context manager: a branch at a snapshot, for commits that become visible under another name. Yields its name, and
-    removes it at the end, with those that killed processes left a day ago or earlier."""
-    name = f"{INCOMPLETE}{int(time.time())}-{secrets.token_hex(4)}"
+    removes it at the end, with those that killed processes left a day ago or earlier. What cannot be removed then is
+    left for a later call."""
+    abandoned_branches = [branch for branch in repository.list_branches() if _is_abandoned(branch)]
+    name = f"{TEMPORARY_PREFIX}{int(time.time())}-{secrets.token_hex(4)}"
     repository.create_branch(name, snapshot)
     try:
         yield name
     finally:
-        for branch in repository.list_branches():
-            if branch == name or (branch.startswith(INCOMPLETE) and _is_abandoned(branch)):
-                with contextlib.suppress(icechunk.IcechunkError):  # another process may have removed it
-                    repository.delete_branch(branch)
+        for branch in (name, *abandoned_branches):
+            with contextlib.suppress(icechunk.IcechunkError):  # another process may have removed it
+                repository.delete_branch(branch)
 
 
 def _is_abandoned(branch: str) -> bool:
-    """Whether a temporary branch is too old for a process that still works on it."""
-    created = branch.removeprefix(INCOMPLETE).partition("-")[0]
+    """Whether a branch is a temporary one, too old for a process that still works on it."""
+    if not branch.startswith(TEMPORARY_PREFIX):
+        return False
+    created = branch.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
     return not created.isdecimal() or time.time() - int(created) > ABANDONED_S
 
 
@@ -146,17 +147,17 @@ def snapshot_of(repository: Any, step: int, path: Path) -> str:
 
 @contextlib.contextmanager
 def lock_head(path: Path) -> Iterator[None]:
-    """Context manager: lock the head of a store, so that one process at a time moves it. Held for milliseconds, or as
-    long as a bucket takes. The lock ends with the process."""
+    """Context manager: lock the head of a store, so that one process at a time moves it. Held while a commit is
+    written. The lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def first_line(error: BaseException) -> str:
-    """The message of an error in one line: its first line, or that of the innermost cause in Icechunk's message.
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line: of Icechunk's, the innermost cause; of others, the first line.
 
-    >>> first_line(ValueError("x refused\n |-> service error\n `-> Error { message: \"no such bucket\", id: 7 }"))
+    >>> one_line(ValueError("x refused\n |-> service error\n `-> Error { message: \"no such bucket\", id: 7 }"))
     'no such bucket'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -180,8 +181,20 @@ def bucket_fails(path: Path, error: BaseException) -> bool:
 def store_error(path: Path, problem: str, error: BaseException) -> StoreError:
     """Build a one-line error about the store at `path`: what cannot be done, and why."""
     if bucket_fails(path, error):
-        return StoreUnavailable(f"{path}: {problem}: {url_of(path)} does not take requests: {first_line(error)}")
-    return StoreError(f"{path}: {problem}: {first_line(error)}")
+        return StoreUnavailable(f"{path}: {problem}: {url_of(path)} does not take requests: {one_line(error)}")
+    return StoreError(f"{path}: {problem}: {one_line(error)}")
+
+
+@contextlib.contextmanager
+def raised_as_store_error(path: Path, problem: str) -> Iterator[None]:
+    """Context manager that raises errors of Icechunk, zarr and the file system as a `store_error`, and errors of our
+    own as they are."""
+    try:
+        yield
+    except StaleflowError:
+        raise
+    except (icechunk.IcechunkError, OSError, LookupError, ValueError) as error:
+        raise store_error(path, problem, error) from error
 
 
 def _config() -> Any:
@@ -193,7 +206,7 @@ def _config() -> Any:
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that name another server than Amazon's; the first that is set counts."""
-LISTENS_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Seconds within which a server that is not Amazon's must take a connection."""
 REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
@@ -214,13 +227,18 @@ def storage_at(path: Path) -> Any:
 
 
 def check_endpoint() -> None:
-    """Raise OSError if nothing listens at the S3 endpoint in the environment variables; Icechunk would retry for half a
-    minute. Does not connect to Amazon's own servers."""
+    """Raise OSError if nothing listens at the S3 endpoint in the environment variables, since Icechunk would retry for
+    half a minute; ConfigError if the endpoint is not a URL. Does not connect to Amazon's own servers."""
     endpoint = _endpoint()
     if endpoint:
-        url = urlsplit(endpoint)
-        port = url.port or (443 if url.scheme == "https" else 80)
-        socket.create_connection((url.hostname or "", port), LISTENS_S).close()
+        try:
+            url = urlsplit(endpoint)
+            host, port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
+        except ValueError:
+            host, port = None, 0
+        if not host:
+            raise ConfigError(f"{endpoint!r} is no endpoint of a bucket; set AWS_ENDPOINT_URL like http://host:9000")
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
 
 
 def bucket_storage(url: str) -> Any:

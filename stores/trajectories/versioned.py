@@ -26,13 +26,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import icechunk
 import numpy as np
 import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
@@ -45,11 +44,11 @@ from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
     creating_repository,
-    first_line,
     lock_head,
+    one_line,
     open_repository,
+    raised_as_store_error,
     snapshot_of,
-    store_error,
     temporary_branch,
     url_of,
 )
@@ -88,11 +87,10 @@ class VersionedStore(StoreReader):
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
         """Create an empty store atomically, in a folder or in the bucket that the header names."""
-        problem = f"{path}: the store cannot be created"
         if path.exists():
-            raise StoreError(f"{problem}: there is one already")
+            raise StoreError(f"{path}: the store cannot be created: there is one already")
         with (
-            raised_as(StoreError, problem, icechunk.IcechunkError, OSError, describe=first_line),
+            raised_as_store_error(path, "the store cannot be created"),
             creating_repository(path, header.url, header.job) as repository,
         ):
             session = repository.writable_session(MAIN)
@@ -118,15 +116,11 @@ class VersionedStore(StoreReader):
     def _open(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> Self:
         if not path.exists():
             raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
-        try:
+        with raised_as_store_error(path, "the store cannot be opened"):
             repository = open_repository(path)
             if branch not in (branches := branch_names(repository)):
                 raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
             return cls(repository, at_snapshot=snapshot(repository), location=str(path), branch=branch)
-        except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise store_error(path, "the store cannot be opened", error) from error
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
@@ -141,12 +135,12 @@ class VersionedStore(StoreReader):
             undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
         """
         num_undone, has_ended = 0, False
-        try:
+        with raised_as_store_error(path, f"cannot be set back to its first {num_steps} steps"):
             repository = open_repository(path)
             with lock_head(path):
                 for snapshot in repository.ancestry(branch=MAIN):
                     kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
-                    if kind == "created" or (kind == "step" and step == num_steps - 1):
+                    if kind == CREATED or (kind == "step" and step == num_steps - 1):
                         break
                     num_undone += kind == "step"
                     has_ended |= kind == "end"
@@ -159,8 +153,6 @@ class VersionedStore(StoreReader):
                         if kept_checks:
                             cls(repository, at_snapshot=None, location=str(path), branch=branch)._keep(kept_checks)
                         repository.reset_branch(MAIN, repository.lookup_branch(branch))
-        except (icechunk.IcechunkError, OSError) as error:
-            raise store_error(path, f"cannot be set back to its first {num_steps} steps", error) from error
         return num_undone
 
     def _keep(self, weight_checks: tuple[WeightCheck, ...]) -> None:
@@ -197,9 +189,9 @@ class VersionedStore(StoreReader):
             self._failed = True
             problem = f"{path}: {record.kind} {record.step} could not be stored"
             if url := url_of(path):
-                raise StoreUnavailable(f"{problem}: {url} does not take it: {first_line(error)}") from error
+                raise StoreUnavailable(f"{problem}: {url} does not take it: {one_line(error)}") from error
             raise StoreError(
-                f"{problem}: {first_line(error)}; free space or move runs_dir; everything before this commit is stored"
+                f"{problem}: {one_line(error)}; free space or move runs_dir; everything before this commit is stored"
             ) from error
         self._failed = False
         self._head = snapshot

@@ -116,6 +116,10 @@ def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest
         ConfigError, match=r"cannot be used: \[Errno 111\] Connection refused; check .*AWS_ENDPOINT_URL"
     ):
         check_bucket(url, must_be_new=True)
+    for endpoint in ("http://h:abc", "http://[h", "h:9000"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(ConfigError, match="is no endpoint of a bucket; set AWS_ENDPOINT_URL like http"):
+            check_bucket(url, must_be_new=True)
     for wrong in ("s3://bucket", "s3://bucket/", "s3:///prefix", "gs://bucket/prefix", "runs"):
         with pytest.raises(ConfigError, match="name one as s3://BUCKET/PREFIX"):
             split_url(wrong)

@@ -25,7 +25,8 @@ from zarr.storage import LocalStore
 
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.chain import check_chain
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
+from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import ArrayCache, UnreadableRow
@@ -36,6 +37,7 @@ from staleflow.stores.trajectories.records import (
     batch_fingerprint,
     id_ranges,
 )
+from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, Fate, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
@@ -455,6 +457,58 @@ def test_staleness_of_a_row_that_was_not_consumed_is_minus_one() -> None:
     rng = np.random.default_rng(0)
     row: EndedTrajectory = ended(rng, 0, 3, Fate.FILTERED)
     assert row.staleness == -1
+
+
+NEW_REWARDS = derived_branches.BranchRewards(
+    rewards=np.full(1, 2.0, np.float32), advantages=np.zeros(1, np.float32), loss_mask=np.ones(1, bool), errors={}
+)
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (StoreError("it has other rows"), StoreError),
+        (StoreUnavailable("it does not answer"), StoreUnavailable),
+        (KeyError("rows/offset"), StoreError),
+        (icechunk.IcechunkError("no space"), StoreError),
+    ],
+)
+def test_an_error_of_a_branch_that_cannot_be_stored_names_the_store_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[StoreError]
+) -> None:
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
+
+    def fail(root: Any, loss_mask: Any) -> None:
+        if isinstance(raised, StoreError):
+            raise type(raised)(f"{tmp_path}: {raised}")
+        raise raised
+
+    monkeypatch.setattr(derived_branches, "_change_masks", fail)
+    with pytest.raises(StoreError, match=str(tmp_path)) as caught:
+        derived_branches.derive(store, tmp_path / "s", "other", NEW_REWARDS, {})
+    assert type(caught.value) is kind
+    assert str(caught.value).count(str(tmp_path)) == 1
+
+
+def test_a_branch_is_stored_although_its_temporary_one_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
+    repository = repository_at(tmp_path / "s")
+
+    class Refusing:
+        """The repository, of which requests about branches are refused once the new one is there."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("list_branches", "delete_branch") and "other" in repository.list_branches():
+                raise icechunk.IcechunkError("refused")
+            return getattr(repository, name)
+
+    monkeypatch.setattr(derived_branches, "repository_at", lambda path: Refusing())
+    derived_branches.derive(store, tmp_path / "s", "other", NEW_REWARDS, {})
+    assert [e.trajectory.reward for e in VersionedStore.open(tmp_path / "s", branch="other").ended()] == [2.0]
 
 
 @pytest.mark.parametrize("text", ['{"zarr_format" 3}', '{"zarr_format": 3, "node_type": "arry"}', "\ufffd"])
