@@ -6,16 +6,19 @@ ranks have equal numbers of tokens in total; they must be equal in each micro-ba
 Invariants:
 - Every row is in exactly one part of one micro-batch. A micro-batch has a part for each rank; it may be empty, but one
   of them is not.
+- Equal rows are always split equally.
+
+Rows are split by length, or by prompt where that saves time: the rows of a prompt stay together, and it is computed
+once. Invariants of a split by length:
 - A part's rows times its longest row are within the budget, unless it is a single row.
 - The parts of a micro-batch differ by one row at most, and hold rows that are neighbours in length.
 - No other split of the sorted rows takes less time, if the time of a micro-batch is that of a rank's padded tokens plus
   a constant overhead.
-- A group of one rank has one part per micro-batch.
 
-Rows of one prompt stay together where that saves time, because their prompt is then computed once. Invariants:
-- A part's counted tokens (shared_prompts.counted_tokens) are within the budget, unless it is a single row.
-- Rows are split by prompt only if that saves at least MIN_SAVED_SHARE of the counted tokens.
-- Equal rows are always split equally.
+Invariants of a split by prompt:
+- A part's cost in tokens (shared_prompts.cost_tokens) is within the budget, and its rows times its longest row are
+  within MAX_PADDING_FACTOR times the budget, unless it is a single row.
+- It saves at least MIN_SAVED_SHARE of the tokens of a split by length, the overhead of micro-batches included.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.tasks.training.shared_prompts import Ints, counted_tokens, equal_indices
+from staleflow.tasks.training.shared_prompts import Ints, cost_tokens, equal_indices
 
 RowIndices = tuple[int, ...]
 PASS_OVERHEAD_TOKENS, GATHER_OVERHEAD_TOKENS = 256, 2048
@@ -51,13 +54,12 @@ def split_microbatches(lengths: Sequence[int], ranks: int, token_budget: int) ->
 def _microbatch_ends(lengths: Sequence[int], ranks: int, token_budget: int) -> list[int]:
     """Ends of the micro-batches of rows with ascending lengths. By dynamic programming: the best split of the first
     rows is the best split of fewer rows plus one micro-batch."""
-    overhead = PASS_OVERHEAD_TOKENS if ranks == 1 else GATHER_OVERHEAD_TOKENS
     cost = np.zeros(len(lengths) + 1, np.int64)
     starts = np.zeros(len(lengths) + 1, np.int64)
     for end, max_length in enumerate(lengths, start=1):
         first = max(0, end - ranks * max(1, token_budget // max_length))
         rows_per_rank = -(-(end - np.arange(first, end)) // ranks)
-        costs = cost[first:end] + rows_per_rank * max_length + overhead
+        costs = cost[first:end] + rows_per_rank * max_length + _overhead(ranks)
         best = int(costs.argmin())
         cost[end], starts[end] = costs[best], first + best
     ends, end = list[int](), len(lengths)
@@ -77,8 +79,9 @@ def _deal_to_ranks(rows: Sequence[int], ranks: int) -> tuple[RowIndices, ...]:
 
 
 MIN_SAVED_SHARE = 1 / 16
-"""Minimum share of the tokens that a split by prompt must save. Rows of a prompt differ more in length than rows sorted
-by length, so micro-batches are less equal: a step without shared prompts was measured to take up to 6 % longer."""
+"""Minimum share of the tokens of a split by length that a split by prompt must save. Rows of a prompt differ more in
+length than rows sorted by length, so micro-batches are less equal: a step without shared prompts was measured to take
+up to 6 % longer."""
 MAX_PADDING_FACTOR = 2
 """In a split by prompt, the padded tokens of a part are at most this multiple of the budget, because the loss is
 computed from padded rows."""
@@ -113,7 +116,7 @@ def split_by_prompt(
     sorted_rows = _OrderedRows.of(rows_by_prompt, prompt_lengths, response_lengths)
     best_parts = sorted_rows.split(token_budget)
     if ranks > 1:
-        mean_tokens = sum(sorted_rows.counted_in(part) for part in best_parts) / (-(-len(best_parts) // ranks) * ranks)
+        mean_tokens = sum(sorted_rows.cost_of(part) for part in best_parts) / (-(-len(best_parts) // ranks) * ranks)
         budgets = [
             int(mean_tokens * factor) for factor in BUDGET_FACTORS if 1 <= int(mean_tokens * factor) < token_budget
         ]
@@ -127,23 +130,28 @@ def split_by_prompt(
 
     def tokens(batches: Sequence[tuple[RowIndices, ...]]) -> int:
         return sum(
-            max(_counted_tokens(part, prompt_of_row, prompt_lengths, response_lengths) for part in batch)
+            max(_cost_tokens(part, prompt_of_row, prompt_lengths, response_lengths) for part in batch)
             for batch in batches
         )
 
-    return by_prompt if tokens(by_prompt) <= (1 - MIN_SAVED_SHARE) * tokens(by_length) else by_length
+    tokens_by_length = tokens(by_length)
+    saved_tokens = tokens_by_length - tokens(by_prompt) + _overhead(ranks) * (len(by_length) - len(by_prompt))
+    return by_prompt if saved_tokens >= MIN_SAVED_SHARE * tokens_by_length else by_length
 
 
-def _counted_tokens(
+def _overhead(ranks: int) -> int:
+    """Overhead of a micro-batch, in tokens."""
+    return PASS_OVERHEAD_TOKENS if ranks == 1 else GATHER_OVERHEAD_TOKENS
+
+
+def _cost_tokens(
     part: RowIndices, prompt_of_row: Mapping[int, int], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> int:
-    """Counted tokens of a part. prompt_of_row: index of each row's prompt."""
+    """Cost of a part. prompt_of_row: index of each row's prompt."""
     rows_of_prompts = [[part[k] for k in prompt_rows] for prompt_rows in equal_indices(prompt_of_row[i] for i in part)]
     return sum(
         int(
-            counted_tokens(
-                len(prompt_rows), prompt_lengths[prompt_rows[0]], sum(response_lengths[i] for i in prompt_rows)
-            )
+            cost_tokens(len(prompt_rows), prompt_lengths[prompt_rows[0]], sum(response_lengths[i] for i in prompt_rows))
         )
         for prompt_rows in rows_of_prompts
     )
@@ -159,8 +167,8 @@ class _OrderedRows:
     starts: Ints  # [N] the first row of each row's prompt
     ends: Ints  # [N] and the one after its last row
     response_offsets: Ints  # [N + 1] tokens after prompts of all rows before
-    counted_in_prompt: Ints  # [N] what a row counts for, together with those of its prompt that come after it
-    counted_before_prompt: Ints  # [N + 1] at the first row of a prompt, and at the end: what all rows before count for
+    cost_in_prompt: Ints  # [N] cost of a row, together with those of its prompt that come after it
+    cost_before_prompt: Ints  # [N + 1] at the first row of a prompt, and at the end: cost of all rows before
 
     @classmethod
     def of(
@@ -180,35 +188,33 @@ class _OrderedRows:
         offsets = np.concatenate([[0], ordered_responses.cumsum()])
         rows = np.arange(len(order))
         starts = ends - np.repeat(sizes, sizes)
-        counted = counted_tokens(ends - rows, ordered_prompts, offsets[ends] - offsets[rows])
+        costs = cost_tokens(ends - rows, ordered_prompts, offsets[ends] - offsets[rows])
         before_prompt = np.zeros(len(order) + 1, np.int64)
-        before_prompt[sizes.cumsum()] = counted[starts[sizes.cumsum() - 1]].cumsum()
+        before_prompt[sizes.cumsum()] = costs[starts[sizes.cumsum() - 1]].cumsum()
         return cls(
             order=order, lengths=ordered_prompts + ordered_responses,
             prompt_lengths=ordered_prompts, starts=starts, ends=ends, response_offsets=offsets,
-            counted_in_prompt=counted, counted_before_prompt=before_prompt,
+            cost_in_prompt=costs, cost_before_prompt=before_prompt,
         )  # fmt: skip
 
-    def counted_tokens(self, firsts: Ints, end: int) -> Ints:
-        """Counted tokens of the rows from each of `firsts` up to row `end`, exclusive."""
+    def cost_tokens(self, firsts: Ints, end: int) -> Ints:
+        """Cost of the rows from each of `firsts` up to row `end`, exclusive."""
         start = int(self.starts[end - 1])
         first_in_prompt = np.maximum(firsts, start)
-        last_prompt = counted_tokens(
+        last_prompt = cost_tokens(
             end - first_in_prompt,
             self.prompt_lengths[end - 1],
             self.response_offsets[end] - self.response_offsets[first_in_prompt],
         )
         earlier_prompts = (
-            self.counted_in_prompt[firsts]
-            + self.counted_before_prompt[start]
-            - self.counted_before_prompt[self.ends[firsts]]
+            self.cost_in_prompt[firsts] + self.cost_before_prompt[start] - self.cost_before_prompt[self.ends[firsts]]
         )
-        counted: Ints = last_prompt + np.where(firsts < start, earlier_prompts, 0)
-        return counted
+        costs: Ints = last_prompt + np.where(firsts < start, earlier_prompts, 0)
+        return costs
 
-    def counted_in(self, part: RowRange) -> int:
+    def cost_of(self, part: RowRange) -> int:
         start, end = part
-        return int(self.counted_tokens(np.asarray([start]), end)[0])
+        return int(self.cost_tokens(np.asarray([start]), end)[0])
 
     def split(self, token_budget: int) -> list[RowRange]:
         """Split the rows into parts. By dynamic programming: the best split of the first rows is the best split of
@@ -219,12 +225,13 @@ class _OrderedRows:
             max_rows = max(1, MAX_PADDING_FACTOR * token_budget // int(self.lengths[end - 1]))
             min_first = int(np.searchsorted(self.response_offsets, self.response_offsets[end] - token_budget))
             firsts = np.arange(min(end - 1, max(min_first, end - max_rows)), end)
-            counts = self.counted_tokens(firsts, end)
+            part_costs = self.cost_tokens(firsts, end)
             max_lengths = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
-            is_allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= MAX_PADDING_FACTOR * token_budget)
+            padded_tokens = (end - firsts) * max_lengths
+            is_allowed = (part_costs <= token_budget) & (padded_tokens <= MAX_PADDING_FACTOR * token_budget)
             is_allowed[-1] = True
             firsts = firsts[is_allowed]
-            costs = cost[firsts] + counts[is_allowed] + PASS_OVERHEAD_TOKENS
+            costs = cost[firsts] + part_costs[is_allowed] + PASS_OVERHEAD_TOKENS
             best = int(costs.argmin())
             cost[end], starts[end] = costs[best], firsts[best]
         parts, end = list[RowRange](), num_rows
@@ -234,13 +241,13 @@ class _OrderedRows:
         return parts[::-1]
 
     def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
-        """Form micro-batches of parts with similar counted tokens, and deal them to ranks back and forth, so that no
+        """Form micro-batches of parts with similar costs, and deal them to ranks back and forth, so that no
         rank always has the larger one. If the number of parts is no multiple of the ranks, empty parts are added."""
-        sorted_parts = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.counted_in)]
+        sorted_parts = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.cost_of)]
         batches = [tuple(sorted_parts[i : i + ranks]) for i in range(0, len(sorted_parts), ranks)]
         return [batch if index % 2 == 0 else batch[::-1] for index, batch in enumerate(batches)]
 
     def estimated_time(self, parts: Sequence[RowRange], ranks: int) -> int:
         """Time in which ranks compute these parts, as a number of tokens; a micro-batch takes that of its largest."""
-        largest = sorted(map(self.counted_in, parts), reverse=True)[::ranks]
+        largest = sorted(map(self.cost_of, parts), reverse=True)[::ranks]
         return sum(largest) + GATHER_OVERHEAD_TOKENS * len(largest)

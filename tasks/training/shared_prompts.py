@@ -27,8 +27,8 @@ million parameters, and little in larger ones."""
 RESPONSE_TOKENS_PER_SAVED = 64
 """Sharing must save at least one token per this many tokens after the prompt. Their keys and values are copied behind
 the prompt's, which takes a few thousandths of the time to compute them."""
-PREFIX_TOKENS_PER_COUNTED = 8
-"""Number of shared prompt tokens that count as one token for each further row: their keys and values are stored again
+PREFIX_TOKENS_PER_COST_TOKEN = 8
+"""Number of shared prompt tokens that cost one token for each further row: their keys and values are stored again
 for the gradient, but take hardly any time."""
 
 
@@ -62,10 +62,10 @@ def should_share(rows: Any, prompt: Any, rest: Any) -> Any:
     return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // RESPONSE_TOKENS_PER_SAVED
 
 
-def counted_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
-    """Number of tokens that rows of one prompt count for in a token budget; never less than the tokens in the
-    sequence."""
-    shared_tokens = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COUNTED
+def cost_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
+    """Cost of rows of one prompt, which a token budget limits: a number of tokens that take as much memory; never less
+    than the tokens in the sequence."""
+    shared_tokens = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COST_TOKEN
     return np.where(should_share(rows, prompt, rest), shared_tokens, rows * prompt + rest)
 
 

@@ -11,18 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split import PASS_OVERHEAD_TOKENS, split_by_prompt
+from staleflow.tasks.training.microbatch_split import (
+    GATHER_OVERHEAD_TOKENS,
+    PASS_OVERHEAD_TOKENS,
+    split_by_prompt,
+    split_microbatches,
+)
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import SINGLE_RANK
-from staleflow.tasks.training.shared_prompts import PackedLayout, counted_tokens, equal_indices, should_share
+from staleflow.tasks.training.shared_prompts import PackedLayout, cost_tokens, equal_indices, should_share
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import run_ranks
@@ -173,7 +178,7 @@ def flat(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[list[int]], 
 
 def count(part: Sequence[int], same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> int:
     runs = [[i for i in run if i in part] for run in same]
-    return sum(int(counted_tokens(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs if run)
+    return sum(int(cost_tokens(len(run), prompts[run[0]], sum(rests[i] for i in run))) for run in runs if run)
 
 
 @given(groups=GROUPS, ranks=st.integers(1, 4), budget=st.integers(1, 400))
@@ -216,7 +221,22 @@ def test_the_split_of_the_line_is_optimal(groups: list[tuple[int, list[int]]], b
         paid = [price(line.order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
         if None not in paid:
             prices.append(sum(p for p in paid if p is not None))
-    assert sum(line.counted_in(part) + PASS_OVERHEAD_TOKENS for part in line.split(budget)) == min(prices)
+    assert sum(line.cost_of(part) + PASS_OVERHEAD_TOKENS for part in line.split(budget)) == min(prices)
+
+
+@given(groups=GROUPS, ranks=st.integers(1, 4), budget=st.integers(100, 400))
+@example(groups=[(20, [200, 1000, 200, 10]), (100, [1000, 1000, 200, 200])], ranks=3, budget=16384)
+def test_a_split_by_prompt_takes_no_longer_than_one_by_length(
+    groups: list[tuple[int, list[int]]], ranks: int, budget: int
+) -> None:
+    same, prompts, rests = flat(groups)
+    overhead = PASS_OVERHEAD_TOKENS if ranks == 1 else GATHER_OVERHEAD_TOKENS
+
+    def time_tokens(batches: list[tuple[tuple[int, ...], ...]]) -> int:
+        return sum(max(count(part, same, prompts, rests) for part in batch) + overhead for batch in batches)
+
+    by_length = split_microbatches([p + r for p, r in zip(prompts, rests, strict=True)], ranks, budget)
+    assert time_tokens(split_by_prompt(same, prompts, rests, ranks, budget)) <= time_tokens(by_length)
 
 
 def test_groups_stay_together_when_that_takes_no_extra_part() -> None:
