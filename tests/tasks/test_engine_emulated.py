@@ -268,7 +268,7 @@ def test_a_newer_route_may_come_after_the_last_step_of_the_request_it_replaces()
         clock._passed_s = COST.step_s(1, 4) / 4
         engine.submit([request(1, max_new_tokens=1), request(0, max_new_tokens=5, route_number=2)])
         clock.go_on()
-        lengths = {}
+        lengths: dict[tuple[int, int], int] = {}
         while len(lengths) < 3 and (events := engine.events(PATIENCE_S)):
             for event in events:
                 assert isinstance(event, SampledTokens)
