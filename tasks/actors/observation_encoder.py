@@ -33,11 +33,11 @@ class RenderError(NamedTuple):
 
 
 class ObservationEncoder:
-    """Encodes observations as token ids. Safe in any thread. has_agents: whether messages are those of agents, so that
-    each episode has its own."""
+    """Encodes observations as token ids. Safe in any thread. agent_sources: numbers of the task sources whose messages
+    are those of agents, so that each episode has its own."""
 
-    def __init__(self, prompts: Prompts, *, has_agents: bool = False) -> None:
-        self._prompts, self._has_agents = prompts, has_agents
+    def __init__(self, prompts: Prompts, agent_sources: frozenset[int] = frozenset()) -> None:
+        self._prompts, self._agent_sources = prompts, agent_sources
 
     def encode(
         self, t: Trajectory, item: ObservationItem, max_new_tokens: int
@@ -59,7 +59,7 @@ class ObservationEncoder:
         try:
             observation = self._encode_messages(t, item.messages)
         except ConfigError as error:
-            if not self._has_agents:
+            if t.source not in self._agent_sources:
                 raise
             return RenderError(str(error))
         return "full" if item.num_tokens + len(observation.tokens) >= max_new_tokens else observation

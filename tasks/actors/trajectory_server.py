@@ -97,7 +97,7 @@ class TrajectoryServer:
         self._store_thread = StoreThread(self._store, settings.commit_s)
         self._async_spool = AsyncSpool(self._spool)
         self._evaluation_trajectories = EvaluationTrajectories(self._in_flight, self._task_cache, self._prompts.text)
-        self._observation_encoder = ObservationEncoder(self._prompts, has_agents=settings.prompts.has_agents)
+        self._observation_encoder = ObservationEncoder(self._prompts, settings.prompts.agent_sources)
         self._step_batches = StepBatches(self._in_flight, self._store_thread, settings)
         if existing_store is None:
             self._spool.clear()
@@ -207,7 +207,7 @@ class TrajectoryServer:
         )
         await self._async_spool.append(applied_entries)
         records: dict[GroupId, Record] = {}
-        if self._settings.prompts.has_agents:
+        if self._settings.prompts.agent_sources:
             trajectories = [
                 self._in_flight.live[item.trajectory] for item in items if item.trajectory in self._in_flight.live
             ]

@@ -132,6 +132,9 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
         _kill_group(process.pid)
         for reader in readers:
             reader.cancel()
+        transport: Any = getattr(process, "_transport", None)
+        for descriptor in (1, 2) if transport is not None else ():  # stdout and stderr, which the child may keep open
+            transport.get_pipe_transport(descriptor).close()
     if exit_code:
         detail = f": {error_lines[-1]}" if error_lines else ""
         raise EpisodeFailed(f"the agent's command ended with exit code {exit_code}{detail}")

@@ -68,9 +68,10 @@ class PromptSettings:
     """Several sources, used instead of `source`."""
 
     @property
-    def has_agents(self) -> bool:
-        """Whether a source runs agents, whose requests may limit their turns."""
-        return any(source.is_agent_source for source in (self.source, *(s.settings for s in self.sources)))
+    def agent_sources(self) -> frozenset[int]:
+        """Numbers of the sources that run agents, whose requests may limit their turns."""
+        settings = [source.settings for source in self.sources] or [self.source]
+        return frozenset(number for number, source in enumerate(settings) if source.is_agent_source)
 
     def response_tokens(self, source: int) -> int:
         """Maximum number of tokens of a response to a prompt of a source."""

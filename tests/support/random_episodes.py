@@ -129,7 +129,7 @@ class PlayedPrompts:
     max_new_tokens: int = MAX_TOKENS
     held_out_notice: str = ""
     sets: tuple[EvaluationSet, ...] = ()
-    has_agents: bool = False
+    agent_sources: frozenset[int] = frozenset()
 
     def build(self) -> PlayedPrompts:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -393,6 +394,25 @@ async def test_background_processes_of_a_program_end_with_it(tmp_path: Path) -> 
     folder = Path("/proc") / pids.read_text()
     while folder.exists() and (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
         await asyncio.sleep(0.01)
+
+
+async def test_pipes_that_a_daemon_of_a_program_keeps_open_are_closed_here(tmp_path: Path) -> None:
+    """Each episode left two of them."""
+
+    def open_pipes() -> set[str]:
+        paths = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+        return {target for p in paths if p.exists() and (target := os.readlink(p)).startswith("pipe:")}
+
+    pids = tmp_path / "pid"
+    started = "subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+    left = f"import subprocess; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
+    agent = load_agent("command", {"command": [sys.executable, "-c", left]}, "task.source")
+    task, before = AgentTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1)), open_pipes()
+    assert await agent.run(("http://x/v1", "key", task)) == 0.5
+    await asyncio.sleep(0)
+    left_open = open_pipes() - before
+    os.kill(int(pids.read_text()), signal.SIGKILL)
+    assert not left_open
 
 
 async def test_cancelling_an_episode_stops_its_agent_and_closes_its_session(agents: Path) -> None:

@@ -30,7 +30,7 @@ from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_params
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
-from staleflow.tasks.sources.task_sources import SourceSettings
+from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings
 from tests.stores.test_in_flight import drawn, flight, routed
 from tests.stores.test_in_flight_turns import ID, sampled
 from tests.support.segments import sampled_segment
@@ -116,7 +116,7 @@ def test_a_single_user_message_needs_no_chat_template(tmp_path: Path) -> None:
 
 
 def make_encoder(tokenized_prompts: TokenizedPrompts) -> ObservationEncoder:
-    return ObservationEncoder(tokenized_prompts, has_agents=True)
+    return ObservationEncoder(tokenized_prompts, frozenset({0}))
 
 
 def whole_context(t: Trajectory) -> list[int]:
@@ -237,6 +237,22 @@ def test_messages_that_continue_a_conversation_wrongly_are_an_error_of_an_agents
     assert isinstance(make_encoder(result).encode(t, twice, 1000), RenderError)
     with pytest.raises(ConfigError, match="roles must alternate"):
         ObservationEncoder(result).encode(t, twice, 1000)
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        make_encoder(result).encode(replace(t, source=1), twice, 1000)  # an environment beside the agent
+
+
+def test_the_sources_of_agents_are_known_by_their_numbers(tmp_path: Path) -> None:
+    settings = prompts(tmp_path)._settings
+    named = [
+        NamedSource(
+            name=source, settings=SourceSettings(task=TaskConfig(source=source), seed=0), held_out=0, max_new_tokens=10,
+            reward="",
+        )
+        for source in ("python:games.py:Game", "agent:agents.py:play")
+    ]  # fmt: skip
+    assert replace(settings, sources=tuple(named)).agent_sources == {1}
+    assert replace(settings, source=named[1].settings).agent_sources == {0}
+    assert settings.agent_sources == set()
 
 
 def test_an_empty_conversation_is_an_error_of_its_episode(tmp_path: Path) -> None:
