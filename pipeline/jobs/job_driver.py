@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import secrets
 import time
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
 
 MAX_RESUMES = 3
 """Number of consecutive losses without a new step after which a driver still resumes."""
+
+STUCK_S = 40.0
+"""Seconds without a turn of the driver's event loop after which it writes the stacks of its threads. Less than
+driver_watch.LEASE_S, after which its worker is restarted."""
+STACKS = "job.stacks.txt"
+"""File in the run folder for these stacks."""
 
 LOCK_RETRY_S = 0.5
 """Seconds between attempts to lock a folder that an earlier driver of the same job has locked."""
@@ -112,7 +119,8 @@ async def _run_to_end(
     async with lock_for_job(config, submission):
         if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
             await asyncio.to_thread(check_job, config)
-        return await _resume_to_end(config, submission, driver_worker, client)
+        async with writing_stacks_if_stuck(config.run_dir / STACKS):
+            return await _resume_to_end(config, submission, driver_worker, client)
 
 
 async def _resume_to_end(
@@ -170,6 +178,27 @@ async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterat
             run_folder.require_no_run(run_dir)
         run_folder.write_job_id(run_dir, submission.id, submission.code)
         yield
+
+
+@contextlib.asynccontextmanager
+async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
+    """Append the stacks of all threads to a file each time that the event loop does not run for STUCK_S. The process
+    is restarted then, and nothing else would say where it hung."""
+    with path.open("ab") as file:
+
+        async def postpone() -> None:
+            while True:
+                faulthandler.dump_traceback_later(STUCK_S, file=file)
+                await asyncio.sleep(STUCK_S / 10)
+
+        task = asyncio.ensure_future(postpone())
+        try:
+            yield
+        finally:
+            task.cancel()
+            faulthandler.cancel_dump_traceback_later()
+    if not path.stat().st_size:
+        path.unlink()
 
 
 def count_committed_steps(run_dir: Path) -> tuple[int, bool]:

@@ -44,7 +44,8 @@ class Start:
     alarms: list[str] = field(default_factory=list)
     commands: dict[str, int] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    """Those of `PHASES_PER_START`, and wall_s: its own seconds; empty before its first step, unless it has ended."""
+    """Those of `PHASES_PER_START`, and wall_s: its own seconds; empty before its
+    first step, unless it has ended after its actors were placed."""
 
 
 class StartRecorder(RunListener):

@@ -172,8 +172,7 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert job_end["why"] == ""
     store = check(far, 20)
     summary = json.loads((far / "summary.json").read_text())
-    # A start that ended before it trained has noted no commands.
-    assert [start.end for start in starts.read(far) if start.commands] == ["", "done"]
+    assert [start.end for start in starts.read(far)] == ["", "done"], cluster("logs", id).stdout
     assert summary["commands"]["Train"] >= 20 - 1, "those before the driver's death, too, but for what it had not noted"
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
     exported = command(*export)  # there is room now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,27 @@ async def registered_jobs(jobs: Jobs) -> list[dict[str, Any]]:
             if all(job["state"] == "failed" or "the cluster has 0" in job["why"] for job in result):
                 return result
             await asyncio.sleep(0.05)
+
+
+async def test_a_driver_that_hangs_leaves_the_stacks_of_its_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_driver, "STUCK_S", 0.5)
+    path = tmp_path / job_driver.STACKS
+
+    def hang_in_a_call() -> None:
+        deadline = time.monotonic() + 60.0
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    async with job_driver.writing_stacks_if_stuck(path):
+        await asyncio.sleep(0.01)
+        hang_in_a_call()
+    assert "in hang_in_a_call" in path.read_text()
+    monkeypatch.setattr(job_driver, "STUCK_S", 600.0)
+    async with job_driver.writing_stacks_if_stuck(tmp_path / "none"):
+        await asyncio.sleep(0.01)
+    assert not (tmp_path / "none").exists()
 
 
 async def test_a_submitted_job_is_in_the_queue(job: Path) -> None:
