@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from staleflow.pipeline.cluster.submitted_job import ENDED, Job
 LEASE_S = 60.0
 """Minimum seconds without a heartbeat of a job's driver after which it counts as lost. Its Dask client sends them from
 the event loop that does all of the driver's work. Dask itself waits for five minutes."""
+CLIENTS_S = 900.0
+"""Seconds for which the largest number of clients counts: a driver keeps the interval that it has until its next
+heartbeat."""
 MISSED_HEARTBEATS = 3
 """Number of intervals between heartbeats that must also have passed. The first interval of a client is
 distributed.client.heartbeat; then the scheduler sets it: 5 seconds for up to 10 clients, 30 for 400, and so on."""
@@ -35,13 +39,14 @@ def lease_s(num_clients: int) -> float:
 
 
 class DriverWatch:
-    """Watches the drivers of one scheduler's jobs. on_silent: called for each driver that counts as lost, again after
-    each further lease that it stays so."""
+    """Watches the drivers of one scheduler's jobs. on_silent: called with each driver's job that counts as lost and the
+    lease in seconds, again after each further lease that it stays so."""
 
-    def __init__(self, scheduler: Any, jobs: Mapping[str, Job], on_silent: Callable[[Job], None]) -> None:
+    def __init__(self, scheduler: Any, jobs: Mapping[str, Job], on_silent: Callable[[Job, float], None]) -> None:
         self._scheduler = scheduler
         self._jobs = jobs
         self._on_silent = on_silent
+        self._client_counts: deque[tuple[float, int]] = deque()
 
     async def run(self) -> None:
         """Check all drivers, until cancelled."""
@@ -53,15 +58,16 @@ class DriverWatch:
             if now - checked_at > 2 * CHECK_S:  # this process itself was stopped and received no heartbeats
                 awake_since = now
             checked_at = now
+            lease = self._lease_s(now)
             for job in self.silent_drivers(now, awake_since):
-                if now - reported_at.get(job.client, 0.0) > lease_s(len(self._scheduler.clients)):
+                if now - reported_at.get(job.client, 0.0) > lease:
                     reported_at[job.client] = now
-                    self._on_silent(job)
+                    self._on_silent(job, lease)
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
         """Return the submitted jobs whose driver counts as lost. Drivers without a nanny are left out: nothing can end
         them, so two drivers could run at once. awake_since: time since which heartbeats could be received."""
-        clients, workers = self._scheduler.clients, self._scheduler.workers
+        clients, workers, lease = self._scheduler.clients, self._scheduler.workers, self._lease_s(now)
         return [
             job
             for job in self._jobs.values()
@@ -69,5 +75,13 @@ class DriverWatch:
             and (client := clients.get(job.client)) is not None
             and (worker := workers.get(job.driver_worker)) is not None
             and worker.nanny
-            and now - max(client.last_seen, awake_since) > lease_s(len(clients))
+            and now - max(client.last_seen, awake_since) > lease
         ]
+
+    def _lease_s(self, now: float) -> float:
+        """Seconds without a heartbeat after which a driver counts as lost, by the most clients of the last minutes."""
+        counts = self._client_counts
+        counts.append((now, len(self._scheduler.clients)))
+        while now - counts[0][0] > CLIENTS_S:
+            counts.popleft()
+        return lease_s(max(count for _, count in counts))

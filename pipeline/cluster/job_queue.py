@@ -270,6 +270,7 @@ class JobQueue(WorkerPool):
         if selection is not None:
             self._release(id)
             self._grant(entry, *selection)
+            self._engine_workers.update(engine_workers)
             return True
         entry.incomplete_since_s = now if entry.incomplete_since_s is None else entry.incomplete_since_s
         entry.reason = f"needs {entry.needs}; has {len(workers)} of them left"

@@ -22,7 +22,7 @@ from typing import Any
 
 from distributed import SchedulerPlugin
 
-from staleflow.pipeline.cluster import driver_watch, worker_restarts
+from staleflow.pipeline.cluster import worker_restarts
 from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
 from staleflow.pipeline.cluster.job_queue import JobQueue, find_driver_worker
@@ -199,9 +199,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._spawn(self._reserve_engine_workers(engine_workers))
         self._admit_jobs()
 
-    def _restart_silent_driver(self, job: Job) -> None:
-        """Restart the worker of a driver that counts as lost; Dask restarts the driver on another worker."""
-        lease_s = driver_watch.lease_s(len(self._scheduler.clients))
+    def _restart_silent_driver(self, job: Job, lease_s: float) -> None:
+        """Restart the worker of a driver that has not reported for lease_s; Dask restarts the driver on another one."""
         job.log(f"its driver on {job.driver_worker} has not reported for {lease_s:g} s and is restarted")
         self._spawn(worker_restarts.restart_workers(self._scheduler, [job.driver_worker]))
 

@@ -96,8 +96,13 @@ class MovePlanner:
         ledger = state.ledger
         due_trajectories = self._due_trajectories()
         num_per_step = ledger.groups_per_step * ledger.group_size
+        num_truncated = sum(  # in num_truncated_in_step already
+            trajectory.is_being_truncated
+            or (trajectory.phase is Phase.IN_ENVIRONMENT and trajectory.is_last_turn_truncated)
+            for trajectory in due_trajectories
+        )
         if not rule.may_truncate(
-            sum(not trajectory.is_being_truncated for trajectory in due_trajectories),
+            len(due_trajectories) - num_truncated,
             num_per_step=num_per_step,
             num_truncated_in_step=state.truncations.num_truncated_in_step,
             num_trained=state.truncations.num_trained,
@@ -127,7 +132,8 @@ class MovePlanner:
             entry = ledger.live_groups[group]
             num_finished = len(entry.completed) + len(entry.waiting) - len(unfinished)
             unfinished.sort(key=lambda trajectory: (not trajectory.is_being_truncated, -trajectory.tokens))
-            due_trajectories += unfinished[: ledger.group_size - num_finished]
+            # More members than the group needs may be finished, if their rewards are not all there.
+            due_trajectories += unfinished[: max(0, ledger.group_size - num_finished)]
         return due_trajectories
 
     def _is_due(self, trajectory: LiveTrajectory) -> bool:

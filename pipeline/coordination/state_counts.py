@@ -34,9 +34,9 @@ class TruncationCounts:
     """Counts of truncated trajectories, from the moment of the decision."""
 
     num_trained: int = 0
-    """Trajectories consumed by steps, truncated or not."""
+    """Trajectories consumed by steps since this start of the run, truncated or not."""
     num_truncated: int = 0
-    """Trajectories truncated in the whole run."""
+    """Trajectories truncated since this start of the run."""
     num_truncated_in_step: int = 0
     """Trajectories truncated since a step last consumed its batch."""
 

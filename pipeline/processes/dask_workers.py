@@ -212,12 +212,12 @@ class DaskWorkers:
 
     def mark_lost(self, name: str) -> None:
         """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. The nanny
-        restarts it, unless another actor than a parameter server runs there too."""
+        restarts it, unless the driver or another actor than a parameter server runs there too."""
         lost = self.placed[name]
         self.release_light_actor(name)
         self.lost.add(lost.address)
         neighbors = [p for p in self.placed.values() if p.address == lost.address]
-        if all(p.role == "parameters" for p in neighbors):
+        if lost.address != self.own_worker and all(p.role == "parameters" for p in neighbors):
             for other in neighbors:
                 self.release_light_actor(other.name)
             restart = asyncio.ensure_future(self._restart(lost.address))

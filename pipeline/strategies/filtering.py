@@ -81,8 +81,8 @@ class StragglerRule(RegistryEntry):
             num_unfinished: Number of unfinished trajectories.
             num_per_step: Number of trajectories per step.
             num_truncated_in_step: Trajectories truncated for this step before.
-            num_trained: Trajectories trained on so far in the run.
-            num_truncated: Trajectories truncated so far in the run, including those being interrupted.
+            num_trained: Trajectories trained on since this start of the run.
+            num_truncated: Trajectories truncated since this start, including those being interrupted.
         """
         return False
 

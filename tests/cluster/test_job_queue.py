@@ -266,6 +266,21 @@ def test_a_worker_that_left_is_neither_reserved_nor_restarted() -> None:
     assert queue.unavailable_workers("") == [address for address in "abc" if address not in (engine, other)]
 
 
+def test_a_worker_keeps_its_engine_when_another_worker_is_replaced() -> None:
+    queue = make_queue("abc", ("first", 3))
+    assert admit(queue) == ["first"]
+    engine = drop_driver(queue)
+    queue.reserve_or_restart(engine, 1.0)
+    restart(queue, "abc".replace(engine, ""))
+    assert admit(queue, 3.0) == ["first"]
+    lost = next(address for address in queue.workers_of("first") if address != engine)
+    queue.remove_worker(lost, 4.0)
+    queue.add_worker("new", {})
+    assert queue.replace_lost_workers("first", 4.0)
+    queue.requeue("first", 5.0)
+    assert queue.take_pending_restarts() == [engine], "else its engine would stay without a job"
+
+
 @pytest.mark.parametrize("end", ["it was restarted at its address", "its job has ended"])
 def test_a_reserved_engine_that_is_gone_is_forgotten(end: str) -> None:
     queue = make_queue("abc", ("first", 3))

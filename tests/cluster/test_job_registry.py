@@ -329,7 +329,10 @@ def silent_jobs(**changes: Any) -> list[str]:
     clients["c"] = SimpleNamespace(last_seen=at["heard"])
     workers = {"w": SimpleNamespace(nanny=at["nanny"])}
     scheduler = SimpleNamespace(clients=clients, workers=workers)
-    watch = DriverWatch(scheduler, {"a": job}, on_silent=lambda job: None)
+    watch = DriverWatch(scheduler, {"a": job}, on_silent=lambda job, lease_s: None)
+    watch.silent_drivers(1000.0 - at.get("left_before_s", 0.0), at["awake_since"])
+    for number in range(at.get("num_left", 0)):
+        del clients[str(number)]
     return [job.id for job in watch.silent_drivers(1000.0, at["awake_since"])]
 
 
@@ -338,6 +341,8 @@ def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs(heard=1000.0 - driver_watch.LEASE_S) == []
     assert silent_jobs(other_clients=999) == [], "among so many clients each sends a heartbeat a minute"
     assert silent_jobs(other_clients=999, heard=800.0) == ["a"]
+    assert silent_jobs(other_clients=999, num_left=999, left_before_s=600.0) == [], "it keeps that interval"
+    assert silent_jobs(other_clients=999, num_left=999, left_before_s=1000.0) == ["a"]
     with dask.config.set({"distributed.client.heartbeat": "2 minutes"}):
         assert silent_jobs() == []
     assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped"
@@ -371,7 +376,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[list[st
         job = Job("a", "a", "/runs/a", 1, 0.0, state="running", client="c", driver_worker="w")
         silent: list[str] = []
         scheduler = SimpleNamespace(clients=clients, workers=workers)
-        running = asyncio.ensure_future(DriverWatch(scheduler, {"a": job}, lambda job: silent.append(job.id)).run())
+        running = asyncio.ensure_future(DriverWatch(scheduler, {"a": job}, lambda job, _: silent.append(job.id)).run())
         async with asyncio.timeout(60):
             while clock.num_calls < 100 and not running.done():
                 await asyncio.sleep(0.001)

@@ -682,6 +682,18 @@ def test_of_a_group_with_redundant_members_only_those_it_needs_are_truncated() -
     assert [o.trajectory for o in orders] == [4]
 
 
+def test_no_member_is_truncated_if_more_than_the_group_needs_await_their_rewards() -> None:
+    bench = Bench(eta=0, groups=1, size=2, oversampled_group_size=5, stragglers="truncate", straggler_share=0.9)
+    bench.join(A)
+    bench.arrive(0)
+    bench.coordinator._state.running_means.publish_interval_s.add(1.0)
+    for member in (0, 1, 2):
+        bench.sampled(TrajectoryId(member), 5)
+    bench.tell(InstanceReported(instance=A, progress=tuple((TrajectoryId(i), 4) for i in (3, 4))))
+    bench.now += 100.0
+    assert [o for _ in range(20) for o in commands_of(bench.tell(Tick()), Interrupt)] == []
+
+
 def test_a_failed_redundant_member_leaves_the_forecast_of_its_group() -> None:
     bench = Bench(eta=0, groups=1, size=2, oversampled_group_size=3, max_attempts=0)
     bench.join(A)

@@ -253,6 +253,15 @@ async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
         assert client.restarted == []
 
 
+async def test_the_process_of_the_driver_is_not_restarted() -> None:
+    """The server of a submitted job runs beside its driver, which would end with it."""
+    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
+        placing.own_worker = (await placing.place("server-0", "server", object)).address
+        placing.mark_lost("server-0")
+        await asyncio.sleep(5.0)
+        assert (placing.placed, client.restarted) == ({}, [])
+
+
 async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> None:
     async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)

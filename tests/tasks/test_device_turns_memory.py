@@ -3,7 +3,6 @@ which is not enough for both."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 from collections.abc import Iterator
@@ -50,8 +49,11 @@ def storages() -> dict[int, torch.UntypedStorage]:
             for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
-                    with contextlib.suppress(RuntimeError):  # a wrapper of the compiler, also without memory
+                    try:
                         by_address[storage.data_ptr()] = storage
+                    except RuntimeError as error:
+                        if "python storage" not in str(error):  # a wrapper of the compiler, also without memory
+                            raise
     return by_address
 
 
