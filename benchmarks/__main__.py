@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "on_pull": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "gpu": (("--out", "{folder}"),),
+    "causes": (("--folder", "{folder}", "--out", "{folder}"),),
     "soak": ((),),
     "sources": ((),),
     "endpoint": (("load",), ("identity",)),

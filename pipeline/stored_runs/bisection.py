@@ -2,14 +2,13 @@
 
 Two versions are given, the later of which has a lower reward on held-out prompts. The steps between them are trained
 again from the earlier one, each time with one change (cause_search.py): some rows left out, a part of the reward left
-out, or settings as they were before a resume. The weights that result answer the same prompts with the same random
-numbers. A change *prevents* the drop if most of the reward comes back with it, and the difference from the unchanged
-training is significant.
+out, or settings as they were before a resume. The weights that result answer each held-out prompt several times.
 
 Invariant: only what a change names differs between two trainings. Advantages of other rows are estimated again where
 they depended on it (unlearning.py), and each step keeps its learning rate unless the change names a setting of it.
 
-What this cannot show: responses of later steps were sampled by policies that had trained on what is changed.
+What this cannot show: responses of later steps were sampled by policies that had trained on what is changed. A setting
+of prompts or rewards also changes what the held-out prompts measure.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import reward_rescoring, unlearning, verification
 from staleflow.pipeline.stored_runs.cause_search import (
-    MAX_TRIALS,
+    MAX_TRAININGS,
+    P_LIMIT,
     Change,
+    Rewards,
     SearchResult,
     Trial,
     changed_settings,
@@ -49,6 +50,7 @@ from staleflow.pipeline.stored_runs.repeated_steps import JobPart, open_policy, 
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
 from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import remove
 from staleflow.stores.reward_statistics import (
     MIN_PROMPTS,
     Estimate,
@@ -68,10 +70,8 @@ from staleflow.tasks.sources.reward_process import Scorer
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy
 
-P_LIMIT = 0.01
-"""p-value below which a difference from the unchanged training counts. At most MAX_TRIALS changes are tried."""
-MIN_RECOVERED_SHARE = 0.5
-"""Share of the lost reward that has to come back with a change for it to count."""
+NUM_ANSWERS = 4
+"""Answers to each held-out prompt."""
 REWARD = "reward"
 """The metric that a drop is measured in by default; the others are the names of its parts."""
 UNCHANGED = Change(label="unchanged")
@@ -80,8 +80,6 @@ WINDOW_COLUMNS = (
 )  # fmt: skip
 """Columns of the store that changes are chosen by."""
 Mask = npt.NDArray[np.bool_]
-Rewards = dict[str, list[float]]
-"""Rewards by held-out prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +105,13 @@ class Bisection:
     trials: tuple[Trial, ...] = ()
     """All changes that were tried, in order."""
     controls: tuple[Trial, ...] = ()
-    """Random groups with as many rows as the cause: how much trainings without so many rows differ by chance."""
+    """For the change that was to be confirmed last: trainings without random groups."""
+    repeats: tuple[Trial, ...] = ()
+    """Each of the controls with this change, too."""
+    confirmed: PairedDifference | None = None
+    """Repeats minus controls, over the prompts; None if no change was confirmed."""
     cause: Trial | None = None
-    """Of the changes that prevent the drop, the one of the fewest rows."""
+    """Of the changes that prevent the drop and were confirmed, the one of the fewest rows."""
     reason: str = ""
     """Why there is no cause; empty if there is one."""
     is_limited: bool = False
@@ -211,8 +213,9 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
     store = open_store_at(plan.offline.store_path, plan.offline.snapshot)
     seconds = sum(c.metrics.get("train_s", 0.0) for c in store.commits() if plan.since <= c.step < plan.at)
     steps = format_steps(range(plan.since, plan.at))
-    cost = f"at most {MAX_TRIALS} times with a change; the run's trainer took {seconds:.0f} s for them"
-    report({"say": f"plan: {steps} are trained again, {cost}. Each result answers the held-out prompts"})
+    cost = f"at most {MAX_TRAININGS} times with a change; the run's trainer took {seconds:.0f} s for them"
+    answers = f"Each result answers each held-out prompt {NUM_ANSWERS} times"
+    report({"say": f"plan: {steps} are trained again, {cost}. {answers}"})
     with (
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
         contextlib.closing(_RepeatedTraining(plan, store, Path(folder), shared=shared)) as training,
@@ -239,56 +242,23 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
         else:
             candidates = [*training.setting_changes(), *training.row_changes()]
             names = "; ".join(change.label for change in candidates) or "none"
-            cost = f"{trained_s:.1f} s, so {MAX_TRIALS * trained_s:.0f} s at most"
+            cost = f"{trained_s:.1f} s, so {MAX_TRAININGS * trained_s:.0f} s at most"
             report({"say": f"unchanged, with its evaluation: {cost}. Tried first: {names}; then steps and groups"})
-            attempts = _Attempts(training, unchanged, result.reward_change, report)
-            outcome = search(training.table, plan.since, plan.at, candidates, attempts.attempt)
+            outcome = search(
+                training.table, plan.since, plan.at, candidates, training, rewards_before, unchanged,
+                lambda line: report({"say": line}),
+            )  # fmt: skip
     return dataclasses.replace(
         result,
         trials=tuple(outcome.trials),
         controls=tuple(outcome.controls),
+        repeats=tuple(outcome.repeats),
+        confirmed=outcome.confirmed,
         cause=outcome.cause,
         reason=outcome.reason,
         is_limited=outcome.is_limited,
         elapsed_s=time.monotonic() - started_s,
     )
-
-
-class _Attempts:
-    """Tries changes, and compares each result with the unchanged training and with the best one so far."""
-
-    def __init__(
-        self, training: _RepeatedTraining, unchanged: Rewards, reward_change: PairedDifference, report: Report
-    ) -> None:
-        self._training, self._unchanged, self._reward_change = training, unchanged, reward_change
-        self._report = report
-        self._best: Rewards = {}
-        """Of the changes that prevent the drop, the highest rewards. A smaller change counts only if it is not
-        significantly worse: half of a cause that is everywhere would do, too."""
-
-    def attempt(self, change: Change) -> Trial:
-        rewards = self._training.train(change)
-        summary, difference = estimate(list(rewards.values())), paired_difference(self._unchanged, rewards)
-        prevents = (
-            difference is not None
-            and difference.mean >= -MIN_RECOVERED_SHARE * self._reward_change.mean
-            and difference.p < P_LIMIT
-        )
-        best = paired_difference(self._best, rewards)
-        if prevents and best is not None:
-            prevents = best.mean >= 0 or best.p >= P_LIMIT
-        if prevents and (best is None or best.mean > 0):
-            self._best = rewards
-        reward, count = summary.mean or 0.0, self._training.num_changed_rows(change)
-        self._report({"say": f"{change.label}: {reward:.3f}" + (", prevents it" * prevents)})
-        return Trial(
-            change=change,
-            rows=count,
-            reward=reward,
-            interval=summary.interval,
-            difference=difference,
-            prevents=prevents,
-        )
 
 
 class _RepeatedTraining:
@@ -311,7 +281,6 @@ class _RepeatedTraining:
         self._policies = contextlib.ExitStack()
         self._policy: Policy | None = None
         self._config: RunConfig | None = None
-        self._points = 0
 
     def close(self) -> None:
         self._policies.close()
@@ -405,14 +374,21 @@ class _RepeatedTraining:
             weights, model = Path(folder) / "weights", Path(folder) / "model"
             self._opened.apply_to_weights(lambda tensors: weight_file.write(weights, tensors))
             self._opened.save(model, weights)
-            scores = held_out_scores(plan, str(model), version, self._context, lambda _: None, greedy_passes=(False,))
+            scores = held_out_scores(
+                plan, str(model), version, self._context, lambda _: None, greedy_passes=(False,) * NUM_ANSWERS
+            )
         if scores is None:
             raise ConfigError("bisect: every held-out prompt was trained on")
-        scored = {str(i): s for i, s in enumerate(scores[False]) if not s.error}
-        if metric != REWARD and (missing := [s for s in scored.values() if metric not in s.parts]):
-            names = ", ".join([REWARD, *missing[0].parts])
-            raise ConfigError(f"--metric {metric}: the reward has no such part; there are {names}")
-        return {i: [s.reward if metric == REWARD else s.parts[metric]] for i, s in scored.items()}
+        rewards: dict[str, list[float]] = {}
+        for scores_of_pass in scores:
+            for prompt, score in enumerate(scores_of_pass):
+                if score.error:
+                    continue
+                if metric != REWARD and metric not in score.parts:
+                    names = ", ".join([REWARD, *score.parts])
+                    raise ConfigError(f"--metric {metric}: the reward has no such part; there are {names}")
+                rewards.setdefault(str(prompt), []).append(score.reward if metric == REWARD else score.parts[metric])
+        return rewards
 
     def restore_earlier_version(self) -> None:
         """Compute the state at the earlier version, and keep a copy. Raises StoreError if its weights are others."""
@@ -441,10 +417,10 @@ class _RepeatedTraining:
     def _open(self, config: RunConfig, point: Path | None) -> None:
         """Open the policy of a job, if it is not open, with the state of a resume point, or else with the present one.
         One policy is open at a time."""
+        present = self._folder / "present"
         if config != self._config:
             if point is None and self._policy is not None:
-                self._points += 1
-                point = self._folder / f"point-{self._points}"
+                point = present
                 self._save(point)
             self._policies.close()
             self._config, self._policy = (
@@ -455,6 +431,7 @@ class _RepeatedTraining:
             )
         if point is not None:
             self._opened.load_state(point)
+        remove(present)
 
     def _save(self, path: Path) -> None:
         if self._config is not None and self._config.training.ranks > 1:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-import statistics
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs.bisection import Bisection
-from staleflow.pipeline.stored_runs.cause_search import MAX_TRIALS, Trial
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, Trial
 from staleflow.stores.files import replace_text
 from staleflow.stores.printable import printable
 from staleflow.stores.reward_statistics import Interval
@@ -31,7 +30,7 @@ def result_lines(result: Bisection) -> Iterator[str]:
     )
     if not result.same_weights:
         yield "not verified: the training repeated here gives other weights than the run published"
-    trials = (*result.trials, *result.controls)
+    trials = _all_trials(result)
     width = max((len(trial.change.label) for trial in trials), default=0)
     for trial in trials:
         line = f"  {printable(trial.change.label):<{width}} {trial.rows:6} rows  {trial.reward:.3f}  "
@@ -41,6 +40,12 @@ def result_lines(result: Bisection) -> Iterator[str]:
         yield f"  {line}" if len(line) <= MAX_COMMAND else f"  (a command of {len(line)} characters is on the page)"
     if result.page:
         yield f"page: {result.page}"
+
+
+def _all_trials(result: Bisection) -> list[Trial]:
+    """All trainings in their order: a pair confirms with a control and a repeat."""
+    pairs = zip(result.controls, result.repeats, strict=True)
+    return [*result.trials, *(trial for pair in pairs for trial in pair)]
 
 
 def _mean(result: Bisection, version: int) -> float:
@@ -53,14 +58,13 @@ def _difference(trial: Trial) -> str:
 
 def _conclusions(result: Bisection) -> Iterator[str]:
     """What the trials show, in sentences."""
-    if result.controls:
-        rewards = [control.reward for control in result.controls]
-        spread = f"{statistics.fmean(rewards):.3f} on average, standard deviation {statistics.stdev(rewards):.3f}"
-        yield f"error bar: {len(rewards)} times without random groups of as many rows: {spread}"
+    if result.confirmed is not None and result.cause is not None:
+        mean, p = result.confirmed.mean, result.confirmed.p
+        yield f"confirmed by {len(result.repeats)} pairs of trainings without random groups: {mean:+.3f} (p {p:.3f})"
     if result.is_limited:
-        yield f"the limit of {MAX_TRIALS} trainings is reached: smaller changes were not tried"
+        yield f"the limit of {MAX_TRAININGS} trainings is reached: not all changes were tried"
     if result.cause is None:
-        yield f"no cause found: {result.reason}"
+        yield f"no cause found: {printable(result.reason)}"
     else:
         rows = f", {result.cause.rows} rows" if result.cause.rows else ""
         yield f"smallest change tried that prevents it: {printable(result.cause.change.label)}{rows}"
@@ -75,8 +79,17 @@ def _commands(result: Bisection) -> list[str]:
         where = shlex.quote(change.where)
         return [f"staleflow store show {run} --where {where}", f"staleflow unlearn {run} --where {where}"]
     if change.reward_part:
-        return [f"staleflow store rescore {run} --set reward.parts.{change.reward_part}.weight=0 --branch without"]
+        setting = shlex.quote(f"reward.parts.{change.reward_part}.weight=0")
+        return [f"staleflow store rescore {run} --set {setting} --branch without"]
     return [f"staleflow config explain {run}/config.toml"]
+
+
+def _purpose(result: Bisection) -> str:
+    """What the commands do."""
+    change = None if result.cause is None else result.cause.change
+    if change is None or change.where:
+        return "Show the rows, and train without them"
+    return "Estimate rewards without it" if change.reward_part else "Show the settings"
 
 
 def write(run_dir: Path, result: Bisection) -> Bisection:
@@ -137,7 +150,7 @@ def make_page(result: Bisection) -> str:
     for label, reward in versions:
         dot = f'{bar("bar", reward.interval)}<i class="dot" style="left:{x(reward.mean or 0)}"></i>'
         rows.append(_row("", label, background + dot, f"{reward.mean or 0:.3f}"))
-    for trial in (*result.trials, *result.controls):
+    for trial in _all_trials(result):
         dot = f'{bar("bar", trial.interval)}<i class="dot" style="left:{x(trial.reward)}"></i>'
         kind = "prevents" * trial.prevents + " cause" * (trial is result.cause)
         count = f" ({trial.rows:,} rows)" if trial.rows else ""
@@ -157,13 +170,13 @@ def make_page(result: Bisection) -> str:
 <h1>{_text(title)}</h1>
 <p>Mean {_text(result.metric)} on held-out prompts: {since:.3f} and {at:.3f}, a difference of {lost}. The steps between
 the two versions were trained again with each of these changes, in {result.elapsed_s:.0f} s.
-{len(result.trials) + len(result.controls)} trainings.</p>
+{len(_all_trials(result))} trainings.</p>
 <p class="result">{"<br>".join(_text(line[0].upper() + line[1:]) for line in reversed(conclusions))}</p>
 <p class="key soft"><i class="since"></i>version {result.since} <i class="at"></i>version {result.at}, unchanged
-<i class="controls"></i>without random groups of as many rows <i class="bar" style="background:var(--dot)"></i>95 %
+<i class="controls"></i>without random groups <i class="bar" style="background:var(--dot)"></i>95 %
 interval; green where a change prevents the drop</p>
 {"".join(rows)}
-{f"<p>Show the rows, and train without them:</p><pre>{_text(commands)}</pre>" if commands else ""}
+{f"<p>{_purpose(result)}:</p><pre>{_text(commands)}</pre>" if commands else ""}
 </html>
 """
 
@@ -179,7 +192,7 @@ def _text(text: str) -> str:
 
 def _range(result: Bisection) -> tuple[float, float]:
     """The rewards at the left and the right edge of the picture."""
-    trials = (*result.trials, *result.controls)
+    trials = _all_trials(result)
     intervals = [result.reward_since.interval, result.reward_at.interval, *(trial.interval for trial in trials)]
     rewards = [_mean(result, result.since), _mean(result, result.at), *(trial.reward for trial in trials)]
     rewards += [edge for interval in intervals if interval is not None for edge in (interval.low, interval.high)]

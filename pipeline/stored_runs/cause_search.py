@@ -1,19 +1,23 @@
 """The search for the smallest change of a repeated training that prevents a drop of the reward. Pure.
 
 Changes are tried from the cheapest to name: settings that a resume changed, parts of the reward, rows that stand out,
-then steps and groups, halved as long as a half prevents the drop. What prevents it is given by the caller
-(bisection.py), and a smaller change has to do so as well as a larger one. Rows are a cause only if random groups with
-as many rows do not prevent the drop: a training differs by chance, too, and what harms in all rows is undone by leaving
-out any.
+then steps and groups, halved as long as a half prevents the drop. A change *prevents* the drop if most of the lost
+reward comes back with it, and its difference from the unchanged training is significant.
+
+That alone is no evidence, since the best of many noisy trainings was chosen. So a change is the cause only if fresh
+trainings confirm it: pairs of which both leave out the same random groups, one of them with the change. With the change
+each one must have a higher reward than all without it. What harms in all rows is undone by any rows that are left out,
+so it confirms nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +25,25 @@ import numpy.typing as npt
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.stored_runs.run_files import format_steps
-from staleflow.stores.reward_statistics import Interval, PairedDifference
+from staleflow.stores.reward_statistics import Interval, PairedDifference, estimate, paired_difference
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import FinishReason
 
-MAX_TRIALS = 20
-"""Trainings of a search at most, with those of its controls."""
-NUM_CONTROLS = 4
-"""Random groups left out to test a cause. If half of all rows prevent a drop, a wrong cause is named in one of 16
-cases."""
+MAX_TRAININGS = 20
+"""Trainings at most, with those that confirm."""
+MAX_TRIALS = 14
+"""Trainings of the search itself at most."""
+NUM_PAIRS = 3
+"""Pairs of trainings that confirm a cause. Without a difference all with the change are above all without it in one of
+20 cases."""
+P_LIMIT = 0.01
+"""p-value below which a difference between two trainings counts."""
+MIN_RECOVERED_SHARE = 0.5
+"""Share of the lost reward that has to come back with a change for it to count."""
+MIN_INFLUENCE_RATIO = 10.0
+"""Groups stand out whose sum of |advantage| x tokens is this many times that of the median group."""
+PERTURBED_SHARE = 8
+"""One of this many groups is left out at random to confirm a change that leaves out no rows, or most of them."""
 MIN_REPEATS = 3
 """A prompt counts as duplicated from this many groups on, and this many times as many as half of the prompts have."""
 TABLES = ("training", "task", "reward", "rollout")
@@ -45,6 +59,8 @@ ROLLOUT_SETTINGS = ("temperature", "max_new_tokens")
 MAX_VALUE = 60
 """Characters of a setting's value up to which the label of a change has it."""
 Table = Mapping[str, npt.NDArray[Any]]
+Rewards = Mapping[str, Sequence[float]]
+"""Rewards by held-out prompt, one for each answer."""
 Item = TypeVar("Item")
 
 
@@ -80,20 +96,34 @@ class Trial:
     """Whether the reward is not lost with this change."""
 
 
+class RepeatedTraining(Protocol):
+    """The training between two versions, which can be repeated with a change."""
+
+    def train(self, change: Change) -> Rewards:
+        """Train with a change; returns the rewards of the result on held-out prompts."""
+
+    def num_changed_rows(self, change: Change) -> int:
+        """Number of rows that a change leaves out, or gives another reward."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SearchResult:
     """The result of a search."""
 
     cause: Trial | None = None
-    """Of the changes that prevent the drop, the smallest."""
+    """The smallest change that prevents the drop and was confirmed."""
     reason: str = ""
     """Why there is no cause; empty if there is one."""
     trials: list[Trial] = field(default_factory=list)
     """All changes that were tried, in order."""
     controls: list[Trial] = field(default_factory=list)
-    """Random groups with as many rows as the last cause that was tested: the spread of trainings without so many."""
+    """For the last change that was to be confirmed: trainings without random groups."""
+    repeats: list[Trial] = field(default_factory=list)
+    """Each of the controls with this change, too."""
+    confirmed: PairedDifference | None = None
+    """Repeats minus controls, over the prompts; None if nothing was confirmed."""
     is_limited: bool = False
-    """Whether MAX_TRIALS ended the search."""
+    """Whether the limit of trainings ended the search."""
 
 
 # -- changes to try --------------------------------------------------------------------------------------------------
@@ -102,6 +132,7 @@ class SearchResult:
 def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
     """Settings, as TABLE.KEY, that differ between two jobs of a run and that a repeated training depends on."""
     keys = []
+    before, after = _with_schedule(before), _with_schedule(after)
     for table in TABLES:
         old, new = getattr(before, table), getattr(after, table)
         names = ROLLOUT_SETTINGS if table == "rollout" else [f.name for f in dataclasses.fields(new)]
@@ -110,8 +141,16 @@ def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
     return keys
 
 
+def _with_schedule(config: RunConfig) -> RunConfig:
+    """A job whose learning-rate schedule does not depend on its number of steps: a resume may change that number."""
+    training = config.training
+    steps = 0 if training.schedule == "constant" else training.schedule_steps or config.steps
+    return dataclasses.replace(config, training=dataclasses.replace(training, schedule_steps=steps))
+
+
 def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) -> RunConfig:
     """A job with the values of some settings, as TABLE.KEY, that another job has."""
+    former = _with_schedule(former)
     for key in keys:
         table, _, name = key.partition(".")
         section = dataclasses.replace(getattr(config, table), **{name: getattr(getattr(former, table), name)})
@@ -121,7 +160,7 @@ def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) 
 
 def settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
     """The settings that a job has since a step, with the values of the job before."""
-    keys = changed_settings(former, config)
+    keys, former = changed_settings(former, config), _with_schedule(former)
     values = [toml_value(getattr(getattr(former, table), name)) for table, _, name in (k.partition(".") for k in keys)]
     return _with_settings(tuple(zip(keys, values, strict=True)), since)
 
@@ -157,6 +196,15 @@ def conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> 
     )
     repeated = np.isin(table["prompt"], _repeated_prompts(table))
     parts.append(("prompts drawn again and again", _one_of("group", np.unique(table["group"][repeated])), repeated))
+    groups, sums = _influence(table)
+    outstanding = np.isin(table["group"], groups[sums > MIN_INFLUENCE_RATIO * np.median(sums)])
+    parts.append(
+        (
+            "groups with outstanding gradients",
+            _one_of("group", np.unique(table["group"][outstanding])) if outstanding.any() else "",
+            outstanding,
+        )
+    )
     parts = [part for part in parts if part[2].any() and not part[2].all()]
     parts.sort(key=lambda part: int(part[2].sum()))
     return [Change(label=f"without {label}", where=where) for label, where, _ in parts]
@@ -175,18 +223,57 @@ def _repeated_prompts(table: Table) -> npt.NDArray[Any]:
     return np.asarray(prompts[counts >= MIN_REPEATS * max(1.0, float(np.median(counts)))])
 
 
-def random_groups(table: Table, cause: Trial) -> list[Change]:
-    """Random groups with as many rows as a change leaves out, of groups without a row of it where these are enough."""
-    is_in_cause = np.isin(table["group"], table["group"][Selection(cause.change.where).mask(table)])
-    other_groups = table["group"][~is_in_cause] if np.sum(~is_in_cause) >= cause.rows else table["group"]
-    groups, sizes = np.unique(other_groups, return_counts=True)
-    changes, rng = [], np.random.default_rng(0)
-    for _ in range(NUM_CONTROLS):
-        order = rng.permutation(len(groups))
-        count = int(np.searchsorted(np.cumsum(sizes[order]), cause.rows)) + 1
-        label = f"without {count} random groups" if count > 1 else "without a random group"
-        changes.append(Change(label=label, where=_one_of("group", np.sort(groups[order[:count]]))))
-    return changes
+def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Change]]:
+    """Pairs of changes that confirm a cause: random groups are left out, and the same with the cause. These groups have
+    no row of the cause and as many rows and as large gradients, but are half of the other groups at most.
+
+    If the cause leaves out most rows, no others are as many. Then random groups of all are left out, with as many rows;
+    and the cause with a few others. A cause that leaves out no rows is confirmed with a few groups, too.
+    """
+    rng = np.random.default_rng(0)
+    all_rows = np.ones(len(table["group"]), bool)
+    rows = Selection(cause.where).mask(table) if cause.where else ~all_rows
+    others = ~np.isin(table["group"], table["group"][rows])  # all, if no rows are left out
+    is_most = bool(np.sum(rows) > np.sum(others))
+    for _ in range(NUM_PAIRS):
+        few = _random_groups(table, others if others.any() else all_rows, rng)
+        control = few
+        if is_most:
+            control = _random_groups(table, all_rows, rng, rows, max_share=float(np.mean(rows)))
+        elif cause.where:
+            few = control = _random_groups(table, others, rng, rows, max_share=0.5)
+        yield _without_groups(control), _and_without_groups(cause, few)
+
+
+def _random_groups(
+    table: Table,
+    rows: npt.NDArray[np.bool_],
+    rng: np.random.Generator,
+    like: npt.NDArray[np.bool_] | None = None,
+    max_share: float = 1.0,
+) -> npt.NDArray[Any]:
+    """Random groups of some rows: as few as have the rows and the gradients of other rows, without which one of
+    PERTURBED_SHARE. max_share: of all groups, as a limit."""
+    groups, influence = _influence(table, rows)
+    order = rng.permutation(len(groups))
+    count = -(-len(groups) // PERTURBED_SHARE)
+    if like is not None:
+        _, sizes = np.unique(table["group"][rows], return_counts=True)
+        by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(like))) + 1
+        by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, like)[1]))) + 1
+        count = min(max(by_rows, by_influence), max(1, int(max_share * len(groups))))
+    return np.sort(groups[order[:count]])
+
+
+def _without_groups(groups: npt.NDArray[Any]) -> Change:
+    label = f"without {len(groups)} random groups" if len(groups) > 1 else "without a random group"
+    return Change(label=label, where=_one_of("group", groups))
+
+
+def _and_without_groups(cause: Change, groups: npt.NDArray[Any]) -> Change:
+    control = _without_groups(groups)
+    where = f"({cause.where}) or {control.where}" if cause.where else control.where
+    return dataclasses.replace(cause, label=f"{cause.label}, and {control.label}", where=where)
 
 
 def _one_of(column: str, values: npt.NDArray[Any]) -> str:
@@ -198,53 +285,140 @@ def _one_of(column: str, values: npt.NDArray[Any]) -> str:
 
 
 def search(
-    table: Table, since: int, at: int, candidates: Sequence[Change], attempt: Callable[[Change], Trial]
+    table: Table,
+    since: int,
+    at: int,
+    candidates: Sequence[Change],
+    training: RepeatedTraining,
+    before: Rewards,
+    unchanged: Rewards,
+    report: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
-    """Try changes until no smaller one prevents the drop, with at most MAX_TRIALS trainings.
+    """Try changes until no smaller one prevents the drop, and confirm the smallest, with at most MAX_TRAININGS.
 
     Args:
         table: Columns of the rows that steps since <= step < at trained on.
         since: The first step.
         at: The step after the last.
         candidates: Changes to try before steps and groups: settings, then parts of the reward, then rows.
-        attempt: Repeats the training with a change.
+        training: Repeats the training with a change.
+        before: Rewards of the earlier version.
+        unchanged: Rewards of the unchanged training.
+        report: Called with a line for each training.
     """
-    result, preventing = SearchResult(), list[Trial]()
-
-    def prevents(change: Change) -> bool:
-        if len(result.trials) >= MAX_TRIALS - NUM_CONTROLS:
-            result.is_limited = True
-            return False
-        result.trials.append(trial := attempt(change))
-        preventing.extend([trial] * trial.prevents)
-        return trial.prevents
-
-    def prevents_with(since: int, settings: Sequence[tuple[str, str]]) -> bool:
-        return prevents(_with_settings(settings, since))
-
+    search = _Search(training, before, unchanged, report)
     for change in candidates:
-        if not prevents(change):
+        if not search.prevents(change):
             continue
         if change.settings:
-            halve(change.settings, functools.partial(prevents_with, change.since))
-            result.cause = preventing[-1]
-            return result
+            halve(change.settings, functools.partial(search.prevents_with, change.since))
+            break
         if change.where:
             break
-    halve(range(since, at), lambda steps: prevents(_without_steps(steps)))
-    _halve_groups(table, preventing, prevents)
-    for trial in sorted(preventing, key=lambda trial: trial.rows):
-        if trial.change.where:
-            if result.controls:
-                continue
-            result.controls = [attempt(change) for change in random_groups(table, trial)]
-            if any(control.prevents for control in result.controls):
-                result.reason = f"{trial.change.label} prevents the drop, but so do random groups with as many rows"
-                continue
-        result.cause, result.reason = trial, ""
-        return result
-    result.reason = result.reason or "no change alone prevents the drop, only leaving out all steps together"
-    return result
+    if not any(trial.change.settings for trial in search.preventing()):
+        halve(range(since, at), lambda steps: search.prevents(_without_steps(steps)))
+        _halve_groups(table, search.preventing(), search.prevents)
+    search.confirm_smallest(table)
+    return search.result
+
+
+class _Search:
+    """Trains with changes, and compares their rewards with those of the unchanged training and with each other."""
+
+    def __init__(
+        self, training: RepeatedTraining, before: Rewards, unchanged: Rewards, report: Callable[[str], None]
+    ) -> None:
+        self._training, self._before, self._unchanged, self._report = training, before, unchanged, report
+        self.result = SearchResult()
+        self._preventing: list[tuple[Trial, Rewards]] = []
+        self._num_confirming = 0
+
+    def prevents(self, change: Change) -> bool:
+        """Train with a change, if the limit allows it. Returns whether it prevents the drop, and no change that was
+        tried does significantly better."""
+        if len(self.result.trials) >= MAX_TRIALS:
+            self.result.is_limited = True
+            return False
+        trial, rewards = self._train(change)
+        self.result.trials.append(trial)
+        self._preventing.extend([(trial, rewards)] * trial.prevents)
+        return any(trial is other for other in self.preventing())
+
+    def prevents_with(self, since: int, settings: Sequence[tuple[str, str]]) -> bool:
+        return self.prevents(_with_settings(settings, since))
+
+    def preventing(self) -> list[Trial]:
+        """The changes that prevent the drop, without those that another one does significantly better than: half of a
+        cause that is everywhere would do, too."""
+        best = max(self._preventing, key=lambda item: item[0].reward, default=None)
+        return [t for t, rewards in self._preventing if best is None or not _is_higher(best[1], rewards)]
+
+    def confirm_smallest(self, table: Table) -> None:
+        """Set the cause to the smallest change that prevents the drop and can be confirmed, or the reason for none."""
+        result = self.result
+        result.reason = "no change that was tried prevents the drop"
+        for trial in sorted(self.preventing(), key=lambda trial: (trial.rows, len(trial.change.settings))):
+            if len(result.trials) + self._num_confirming + 2 * NUM_PAIRS > MAX_TRAININGS:
+                result.is_limited = True
+                return
+            result.reason = self._confirm(table, trial)
+            if not result.reason:
+                result.cause = trial
+                return
+
+    def _confirm(self, table: Table, cause: Trial) -> str:
+        """Train the pairs of a cause. Returns why it is not confirmed; empty if it is."""
+        result = self.result
+        result.controls, result.repeats = [], []
+        all_controls, all_repeats = dict[str, list[float]](), dict[str, list[float]]()
+        for control_change, repeat_change in control_changes(table, cause.change):
+            for change, trials, rewards in (
+                (control_change, result.controls, all_controls),
+                (repeat_change, result.repeats, all_repeats),
+            ):
+                trial, scores = self._train(change)
+                self._num_confirming += 1
+                trials.append(trial)
+                for prompt, values in scores.items():
+                    rewards.setdefault(prompt, []).extend(values)
+            if min(trial.reward for trial in result.repeats) <= max(trial.reward for trial in result.controls):
+                return f"{cause.change.label} prevents the drop, but not more than random groups do"
+        result.confirmed = paired_difference(all_controls, all_repeats)
+        lost = statistics.fmean(map(statistics.fmean, self._before.values())) - statistics.fmean(
+            trial.reward for trial in result.controls
+        )
+        if result.confirmed is None or not _is_higher(all_repeats, all_controls):
+            return f"{cause.change.label} prevents the drop, but not significantly when it is repeated"
+        if result.confirmed.mean < MIN_RECOVERED_SHARE * lost:
+            return f"{cause.change.label} prevents less than half of the drop when it is repeated"
+        return ""
+
+    def _train(self, change: Change) -> tuple[Trial, Rewards]:
+        rewards = self._training.train(change)
+        summary, difference = estimate(list(rewards.values())), paired_difference(self._unchanged, rewards)
+        drop = paired_difference(self._before, self._unchanged)
+        prevents = (
+            difference is not None
+            and drop is not None
+            and difference.mean >= -MIN_RECOVERED_SHARE * drop.mean
+            and difference.p < P_LIMIT
+        )
+        trial = Trial(
+            change=change,
+            rows=self._training.num_changed_rows(change),
+            reward=summary.mean or 0.0,
+            interval=summary.interval,
+            difference=difference,
+            prevents=prevents,
+        )
+        self._report(f"{change.label}: {trial.reward:.3f}" + ", prevents it" * prevents)
+        return trial, rewards
+
+
+def _is_higher(rewards: Rewards, others: Rewards) -> bool:
+    """Whether rewards are significantly higher than others on the same prompts."""
+    difference = paired_difference(others, rewards)
+    return difference is not None and difference.mean > 0 and difference.p < P_LIMIT
 
 
 def _without_steps(steps: Sequence[int]) -> Change:
@@ -284,6 +458,16 @@ def halve(items: Sequence[Item], prevents: Callable[[Sequence[Item]], bool]) -> 
 
 def groups_by_influence(table: Table, rows: npt.NDArray[np.bool_]) -> list[int]:
     """The groups of some rows, those with the largest sum of |advantage| x tokens first."""
+    groups, sums = _influence(table, rows)
+    return [int(group) for group in groups[np.argsort(-sums, kind="stable")]]
+
+
+def _influence(
+    table: Table, rows: npt.NDArray[np.bool_] | None = None
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+    """[G] the groups of some rows, by default all, and [G] their sums of |advantage| x tokens, by which the size of
+    their gradients is estimated."""
+    rows = np.ones(len(table["group"]), bool) if rows is None else rows
     groups, index = np.unique(table["group"][rows], return_inverse=True)
-    influence = np.bincount(index, np.abs(table["advantage"][rows]) * table["response_tokens"][rows])
-    return [int(group) for group in groups[np.argsort(-influence, kind="stable")]]
+    weights = np.abs(table["advantage"][rows]).astype(np.float64) * table["response_tokens"][rows]
+    return groups, np.bincount(index, weights, minlength=len(groups)).astype(np.float64)

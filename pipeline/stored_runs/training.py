@@ -353,9 +353,8 @@ def _evaluate(plan: OfflinePlan, model: str, version: int, context: int, report:
     scores = held_out_scores(plan, model, version, context, report)
     if scores is None:
         return None
-    return Evaluation.summarize(
-        version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
-    )
+    sampled, greedy = scores
+    return Evaluation.summarize(version, sampled, greedy, source_fingerprints.compute(plan.run_job).digests())
 
 
 def held_out_scores(
@@ -366,7 +365,7 @@ def held_out_scores(
     report: Report,
     *,
     greedy_passes: Sequence[bool] = (False, True),
-) -> dict[bool, list[ScoredResponse]] | None:
+) -> list[list[ScoredResponse]] | None:
     """Sample and score a response to each held-out prompt of a job, except to those that the plan trains on.
 
     Args:
@@ -426,7 +425,7 @@ def held_out_scores(
     )
     settings = actor_settings.engine_settings(evaluation_config, 0, inspect_model(evaluation_config).eos)
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)
-    scores: dict[bool, list[ScoredResponse]] = {}
+    scores: list[list[ScoredResponse]] = []
     try:
         encoded_prompts = [prompts.encode(t) for t in tasks]
         for greedy in greedy_passes:
@@ -440,7 +439,7 @@ def held_out_scores(
             responses = [(i, t) for i, t in enumerate(tokens) if t is not None]
             scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in responses])
             by_prompt = dict(zip((i for i, _ in responses), scored, strict=True))
-            scores[greedy] = [by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))]
+            scores.append([by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))])
     finally:
         scorer.close()
         engine.close()

@@ -26,15 +26,19 @@ from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.pipeline.stored_runs import bisection, bisection_page, repeated_steps, training, unlearning
 from staleflow.pipeline.stored_runs.bisection import UNCHANGED, Bisection
 from staleflow.pipeline.stored_runs.cause_search import (
+    MAX_TRAININGS,
     MAX_TRIALS,
-    NUM_CONTROLS,
+    NUM_PAIRS,
+    P_LIMIT,
+    PERTURBED_SHARE,
     Change,
+    Rewards,
     SearchResult,
     Trial,
     changed_settings,
     conspicuous_rows,
+    control_changes,
     halve,
-    random_groups,
     restore_settings,
     search,
     settings_change,
@@ -78,19 +82,41 @@ def rows(steps: range) -> Table:
     }
 
 
-def leaving_out(table: Table, is_cause: Callable[[Table], np.ndarray]) -> Callable[[Change], Trial]:
-    """Replace the training: a change prevents the drop if no row that causes it remains."""
-
-    def attempt(change: Change) -> Trial:
-        removed = Selection(change.where).mask(table) if change.where else np.zeros(len(table["step"]), bool)
-        prevents = not (is_cause(table) & ~removed).any()
-        return trial(change, rows=int(removed.sum()), prevents=prevents)
-
-    return attempt
+PROMPTS = 20
+HIGH, LOW = ({str(prompt): [reward] * 2 for prompt in range(PROMPTS)} for reward in (1.0, 0.0))
 
 
-def trial(change: Change, rows: int = 0, *, prevents: bool = True) -> Trial:
-    return Trial(change=change, rows=rows, reward=float(prevents), interval=None, difference=None, prevents=prevents)
+class Training:
+    """A training of which the reward is lost if rows that cause it remain, and which counts its calls.
+
+    is_lost: whether the reward is lost, for a change and the rows that it leaves out.
+    """
+
+    def __init__(self, table: Table, is_lost: Callable[[Change, np.ndarray], bool]) -> None:
+        self.table, self.is_lost, self.calls = table, is_lost, 0
+
+    def removed(self, change: Change) -> np.ndarray:
+        return Selection(change.where).mask(self.table) if change.where else np.zeros(len(self.table["step"]), bool)
+
+    def train(self, change: Change) -> Rewards:
+        self.calls += 1
+        return LOW if self.is_lost(change, self.removed(change)) else HIGH
+
+    def num_changed_rows(self, change: Change) -> int:
+        return len(self.table["step"]) if change.reward_part else int(self.removed(change).sum())
+
+
+def leaving_out(table: Table, is_cause: Callable[[Table], np.ndarray]) -> Training:
+    """A training of which the reward is lost if any row of a cause remains."""
+    return Training(table, lambda _, removed: bool((is_cause(table) & ~removed).any()))
+
+
+def find(
+    table: Table, since: int, at: int, candidates: Sequence[Change], training: Training, before: Rewards = HIGH
+) -> SearchResult:
+    result = search(table, since, at, candidates, training, before, LOW)
+    assert training.calls <= MAX_TRAININGS and len(result.trials) <= MAX_TRIALS
+    return result
 
 
 def labels(result: SearchResult) -> list[str]:
@@ -101,17 +127,18 @@ def labels(result: SearchResult) -> list[str]:
 @pytest.mark.parametrize("member", [0, 3, 5])
 def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int) -> None:
     table, cause = rows(range(20, 33)), (step - 20) * GROUPS + member
-    result = search(table, 20, 33, [], leaving_out(table, lambda table: table["group"] == cause))
+    result = find(table, 20, 33, [], leaving_out(table, lambda table: table["group"] == cause))
     assert result.cause is not None and not result.reason and not result.is_limited
     assert (result.cause.change.where, result.cause.rows) == (f"group == {cause}", SIZE)
     assert result.cause.change.label == f"without group {cause}"
-    assert len(result.controls) == NUM_CONTROLS and len(result.trials) <= 2 * 4 + 2 * 3
+    assert len(result.controls) == len(result.repeats) == NUM_PAIRS
+    assert result.confirmed is not None and (result.confirmed.mean, result.confirmed.p < P_LIMIT) == (1, True)
 
 
 def test_search_ends_where_no_half_prevents_the_drop() -> None:
     table = rows(range(8))
     both = (table["step"] == 1) | (table["step"] == 2)
-    result = search(table, 0, 8, [], leaving_out(table, lambda _: both))
+    result = find(table, 0, 8, [], leaving_out(table, lambda _: both))
     assert labels(result) == ["without steps 0-3"]
     assert result.cause is not None and result.cause.change.where == "step >= 0 and step <= 3"
 
@@ -133,7 +160,7 @@ def test_search_names_rows_that_stand_out(column: str, value: int | str, label: 
         chosen &= np.arange(len(chosen)) % SIZE < 2
     table[column] = np.where(chosen, value, table[column])
     candidates = conspicuous_rows(table, "step < 8", ["sums", "letters"])
-    result = search(table, 0, 8, candidates, leaving_out(table, lambda _: chosen))
+    result = find(table, 0, 8, candidates, leaving_out(table, lambda _: chosen))
     assert result.cause is not None and result.cause.rows == int(chosen.sum())
     assert result.cause.change.label == label and result.cause.change.where.startswith(where)
     assert (Selection(result.cause.change.where).mask(table) == chosen).all()
@@ -149,9 +176,8 @@ def test_rows_that_stand_out_are_divided_further_and_few_are_tried_before_many()
     table = rows(range(8))
     table["finish"][table["group"] % 2 == 0] = "length"
     table["staleness"] = np.where(table["group"] % 4 == 0, 2, 1)
-    result = search(
-        table, 0, 8, conspicuous_rows(table, "step < 8"), leaving_out(table, lambda table: table["group"] == 20)
-    )
+    training = leaving_out(table, lambda table: table["group"] == 20)
+    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), training)
     assert labels(result)[0] == "without stale trajectories (staleness >= 2)"
     assert not any("truncated" in trial.change.label for trial in result.trials)
     assert result.cause is not None and result.cause.rows == SIZE
@@ -166,51 +192,132 @@ def test_settings_of_before_a_resume_are_tried_first_and_divided() -> None:
     restored = restore_settings(after, before, keys)
     assert changed_settings(before, restored) == [] and restored.rollout.instances == 3
     change = settings_change(before, after, 4)
-    result = search(
-        table, 0, 8, [change], lambda change: trial(change, prevents="training.beta2" in dict(change.settings))
-    )
+    training = Training(table, lambda change, _: "training.beta2" not in dict(change.settings))
+    result = find(table, 0, 8, [change], training)
     assert result.cause is not None and result.cause.change.settings == (("training.beta2", "0.95"),)
     assert result.cause.change.label == "with training.beta2 = 0.95 as before step 4" and result.cause.rows == 0
-    assert len(result.trials) <= 1 + 2 * 2 and not result.controls
+    assert len(result.trials) <= 1 + 2 * 2
+    labels_of_repeats = {repeat.change.label for repeat in result.repeats}
+    assert labels_of_repeats == {f"{result.cause.change.label}, and without 6 random groups"}
+
+
+def test_the_steps_of_a_schedule_are_a_setting_only_if_they_changed() -> None:
+    """A resume with more steps keeps the schedule's."""
+    constant = RunConfig(steps=10)
+    cosine = replace(constant, training=replace(constant.training, schedule="cosine"))
+    longer = replace(cosine, steps=20, training=replace(cosine.training, schedule_steps=10))
+    assert changed_settings(cosine, longer) == [] == changed_settings(constant, replace(constant, steps=20))
+    changed = replace(longer, training=replace(longer.training, schedule_steps=20))
+    assert changed_settings(cosine, changed) == ["training.schedule_steps"]
+    assert restore_settings(changed, cosine, ["training.schedule_steps"]).training.schedule_steps == 10
+    assert dict(settings_change(cosine, changed, 5).settings) == {"training.schedule_steps": "10"}
 
 
 def test_a_part_of_the_reward_is_the_cause_if_no_fewer_rows_are() -> None:
     table = rows(range(8))
-    part, everything = Change(label="without the reward part short", reward_part="short"), len(table["step"])
-    attempt = leaving_out(table, lambda table: table["group"] >= 0)
-    result = search(table, 0, 8, [part], lambda change: trial(part, everything) if change is part else attempt(change))
-    assert result.cause is not None and result.cause.change is part and not result.controls
-    attempt = leaving_out(table, lambda table: table["group"] == 7)
-    result = search(table, 0, 8, [part], lambda change: trial(part, everything) if change is part else attempt(change))
+    part = Change(label="without the reward part short", reward_part="short")
+
+    def lost_without(cause: np.ndarray) -> Training:
+        return Training(table, lambda change, removed: not change.reward_part and bool((cause & ~removed).any()))
+
+    result = find(table, 0, 8, [part], lost_without(table["group"] >= 0))
+    assert result.cause is not None and result.cause.change is part
+    assert all(repeat.change.reward_part and repeat.change.where for repeat in result.repeats)
+    result = find(table, 0, 8, [part], lost_without(table["group"] == 7))
     assert result.cause is not None and result.cause.change.where == "group == 7"
 
 
 def test_a_change_is_no_cause_if_random_groups_prevent_the_drop_as_well() -> None:
+    """All rows do harm together, and any few that are left out undo it."""
     table = rows(range(8))
-    unchanged = leaving_out(table, lambda table: table["group"] == 0)
-    result = search(table, 0, 8, [], lambda change: replace(unchanged(change), prevents=True))
-    assert result.cause is None
-    assert result.reason == "without group 5 prevents the drop, but so do random groups with as many rows"
-    assert {control.change.label for control in result.controls} == {"without a random group"}
-    result = search(table, 0, 8, [], lambda change: replace(unchanged(change), prevents=False))
-    assert result.cause is None and not result.controls
-    assert result.reason == "no change alone prevents the drop, only leaving out all steps together"
+    result = find(table, 0, 8, [], Training(table, lambda _, removed: removed.sum() < SIZE))
+    assert result.cause is None and result.confirmed is None
+    assert result.reason.startswith("without ") and result.reason.endswith("but not more than random groups do")
+    assert len(result.controls) == len(result.repeats) == 1, "one pair is enough to see it"
+    result = find(table, 0, 8, [], Training(table, lambda *_: True))
+    assert result.cause is None and not result.controls and not result.is_limited
+    assert result.reason == "no change that was tried prevents the drop"
+
+
+def test_the_next_larger_change_is_confirmed_if_the_smallest_cannot_be() -> None:
+    """The first training without groups 3 to 5 has a high reward by chance."""
+    table = rows(range(2))
+
+    class Lucky(Training):
+        def train(self, change: Change) -> Rewards:
+            self.calls += 1
+            if change.where == "group in (5, 4, 3)":
+                return HIGH
+            return LOW if self.is_lost(change, self.removed(change)) else HIGH
+
+    step = np.array(table["step"] == 0)
+    result = find(table, 0, 2, [], Lucky(table, lambda _, removed: bool((step & ~removed).any())))
+    assert [trial.change.where for trial in result.trials if trial.prevents][-1] == "group in (5, 4, 3)"
+    assert result.cause is not None and result.cause.change.where == "step >= 0 and step <= 0"
+
+
+def test_a_change_that_another_does_significantly_better_than_is_no_cause() -> None:
+    """Some prompts recover without the stale rows, all without step 3."""
+    table = rows(range(8))
+    table["staleness"] = np.where(np.isin(table["group"], (1, 40)), 5, 0)
+    some = {prompt: [float(int(prompt) < 11)] * 2 for prompt in HIGH}
+
+    class TwoCauses(Training):
+        def train(self, change: Change) -> Rewards:
+            self.calls += 1
+            removed = self.removed(change)
+            if not ((table["step"] == 3) & ~removed).any():
+                return HIGH
+            return LOW if ((table["staleness"] == 5) & ~removed).any() else some
+
+    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), TwoCauses(table, lambda *_: True))
+    stale, *others = [trial for trial in result.trials if trial.prevents]
+    assert (stale.rows, stale.reward, others[-1].reward) == (2 * SIZE, 0.55, 1)
+    assert result.cause is not None and result.cause.change.where == "step >= 3 and step <= 3"
+
+
+def test_a_drop_that_does_not_come_back_has_no_cause() -> None:
+    """The unchanged training was unlucky: without any random groups nothing is lost."""
+    table = rows(range(8))
+    result = find(table, 0, 8, [], Training(table, lambda *_: False))
+    assert result.cause is None and result.reason.endswith("but not more than random groups do")
 
 
 def test_a_search_trains_at_most_twenty_times() -> None:
     table = rows(range(4096))
-    result = search(table, 0, 4096, [], leaving_out(table, lambda table: table["group"] == table["group"][-1]))
-    assert result.is_limited and len(result.trials) + len(result.controls) == MAX_TRIALS
+    training = leaving_out(table, lambda table: table["group"] == table["group"][-1])
+    result = find(table, 0, 4096, [], training)
+    assert result.is_limited and training.calls == len(result.trials) + 2 * NUM_PAIRS == MAX_TRAININGS
     assert result.cause is not None and result.cause == [t for t in result.trials if t.prevents][-1]
 
 
-@pytest.mark.parametrize("groups", [1, 5, 24, 40, 48])
-def test_controls_have_the_rows_of_as_many_other_groups(groups: int) -> None:
+@pytest.mark.parametrize("groups", [1, 5, 16, 24, 40, 47, 48])
+def test_controls_are_other_groups_with_as_many_rows_and_as_large_gradients(groups: int) -> None:
     table = rows(range(8))
-    part = leaving_out(table, lambda table: table["group"] == 0)(Change(label="", where=f"group < {groups}"))
-    masks = [Selection(control.where).mask(table) for control in random_groups(table, part)]
-    assert len(masks) == NUM_CONTROLS and {int(mask.sum()) for mask in masks} == {part.rows}
-    assert groups > 24 or not any((mask & (table["group"] < groups)).any() for mask in masks)
+    cause = Change(label="", where=f"group < {groups}")
+    influence, rows_of_cause = np.abs(table["advantage"]) * table["response_tokens"], table["group"] < groups
+    pairs = list(control_changes(table, cause))
+    assert len(pairs) == NUM_PAIRS and len({control.where for control, _ in pairs}) == (NUM_PAIRS if groups < 48 else 1)
+    for control, repeat in pairs:
+        left_out, also = (Selection(change.where).mask(table) for change in (control, repeat))
+        assert also[rows_of_cause].all()
+        if groups <= 24:
+            assert not (left_out & rows_of_cause).any() and (also == (left_out | rows_of_cause)).all()
+            is_limited = left_out.sum() == (len(left_out) - rows_of_cause.sum()) // 2
+            is_like = (
+                left_out.sum() >= rows_of_cause.sum() and influence[left_out].sum() >= influence[rows_of_cause].sum()
+            )
+            assert is_like or is_limited
+        else:
+            assert left_out.sum() == rows_of_cause.sum()
+            assert also.sum() - rows_of_cause.sum() == (-(-(48 - groups) // PERTURBED_SHARE)) * SIZE
+
+
+def test_groups_with_outstanding_gradients_stand_out() -> None:
+    table = rows(range(8))
+    table["advantage"] = np.where(table["group"] == 9, -1000.0, table["advantage"])
+    (change,) = [c for c in conspicuous_rows(table, "step < 8") if "gradients" in c.label]
+    assert change == Change(label="without groups with outstanding gradients", where="group == 9")
 
 
 @given(st.integers(1, 40), st.data())
@@ -410,10 +517,14 @@ def result_of(*, found: bool) -> Bisection:
 
     step = attempt("without step 1", "step >= 1 and step <= 1", 32, prevents=True)
     group = attempt("without group 9", "group == 9", 4, prevents=found)
-    controls = [attempt(f"without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2)]
+    controls, repeats = (
+        tuple(attempt(f"{also}without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2))
+        for also in ("", "without group 9, and ")
+    )
     return Bisection(
         run="runs/a b", metric="reward", since=1, at=3, reward_since=high, reward_at=low, reward_change=difference,
-        same_weights=found, trials=(step, group), controls=tuple(controls), cause=group if found else None,
+        same_weights=found, trials=(step, group), controls=controls, repeats=repeats, confirmed=difference,
+        cause=group if found else None,
         reason="" if found else "no change alone prevents it", is_limited=not found,
     )  # fmt: skip
 
@@ -428,9 +539,10 @@ def test_the_command_prints_each_change_and_how_to_unlearn_the_smallest(
     first, *lines = end.stdout.splitlines()
     assert first == "held-out reward: version 1 0.750, version 3 0.000"
     assert ("not verified: the training repeated here gives other weights" in end.stdout) is not found
-    assert "  without step 1              32 rows  0.750  +0.750 (p 0.004)  prevents it" in lines
-    average = "0.750 on average, standard deviation 0.000"
-    assert f"error bar: 2 times without random groups of as many rows: {average}" in lines
+    words = "without step 1 32 rows 0.750 +0.750 (p 0.004) prevents it"
+    assert lines[not found].split() == words.split()
+    confirmed = "confirmed by 2 pairs of trainings without random groups: +0.750 (p 0.004)"
+    assert (confirmed in lines) is found
     assert any("limit of 20 trainings" in line for line in lines) is not found
     if found:
         assert lines[-3] == "smallest change tried that prevents it: without group 9, 4 rows"
@@ -445,7 +557,7 @@ def test_the_page_shows_each_change_and_runs_nothing(tmp_path: Path, found: bool
     result = bisection_page.write(tmp_path, result_of(found=found))
     text = Path(result.page).read_text()
     assert result.page == str(tmp_path / "bisect-3.html")
-    assert text.count('class="row') == 2 + 4 + 1 and text.count("without group 1&lt;script&gt;") == 1
+    assert text.count('class="row') == 2 + 6 + 1 and text.count("without group 1&lt;script&gt;") == 2
     assert "<script" not in text and "http" not in text and text.count(' cause"') == found
     assert ("staleflow unlearn &#x27;runs/a b&#x27; --where &#x27;group == 9&#x27;" in text) is found
 
@@ -458,8 +570,8 @@ async def test_the_page_fits_its_window(tmp_path: Path, width: int) -> None:
         await page.goto(f"file://{result.page}")
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
         strips, dots = page.locator(".row .strip"), page.locator(".row .dot")
-        assert (await strips.count(), await dots.count()) == (7, 6)
-        for number in range(6):
+        assert (await strips.count(), await dots.count()) == (9, 8)
+        for number in range(8):
             strip, dot = await strips.nth(number).bounding_box(), await dots.nth(number).bounding_box()
             assert strip["x"] <= dot["x"] and dot["x"] + dot["width"] <= strip["x"] + strip["width"]
             assert strip["width"] > 150

@@ -1,0 +1,209 @@
+"""`bisect` on planted causes: whether it names what was done to a run, and says so if nothing was.
+
+    python -m benchmarks.causes --out docs      all, in one to two hours on two idle cores
+
+A run of the demo's model is resumed for four steps in which the policy is harmed, once for each cause. Then the drop of
+its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
+An answer that is only a part of the cause, or more than it, counts as missed. Writes causes.md and causes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planted_causes import POISONED
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.runtime.run_report import RunListener
+from staleflow.pipeline.stored_runs import bisection, bisection_page
+
+SINCE, AT = 14, 18
+"""The versions that are compared."""
+CODE = Path(__file__).parent / "planted_causes.py"
+JOB = """
+name = "base"
+runs_dir = "{folder}"
+steps = {since}
+seed = 7
+
+[model]
+path = "{model}"
+
+[[task]]
+name = "sums"
+ratio = 8
+source = "{code}:Sums"
+options = {{ first = 0 }}
+answer_pattern = 'so(-?\\d+)\\.'
+eval_prompts = {prompts}
+
+[[task]]
+name = "small"
+ratio = 1
+source = "{code}:Sums"
+options = {{ first = 500000000 }}
+answer_pattern = 'so(-?\\d+)\\.'
+reward = "{code}:small"
+eval_prompts = 0
+
+[reward.parts]
+right = {{ function = "{code}:right" }}
+ended = {{ function = "{code}:ended" }}
+
+[batch]
+groups_per_step = 32
+group_size = 8
+
+[staleness]
+eta = 1
+
+[rollout]
+instances = 1
+max_new_tokens = 64
+
+[rollout.engine]
+max_running = 64
+kv_tokens = 8192
+
+[training]
+learning_rate = 3e-4
+minibatches = 4
+microbatch_tokens = 2048
+advantage = "dr_grpo"
+keep_every = 1
+
+[training.loss]
+name = "decoupled_ppo"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A cause to plant. expected: text that the answer should contain; empty: that there is no cause."""
+
+    name: str
+    expected: str
+    overrides: tuple[str, ...] = ()
+    is_fixed: bool = False
+    """Whether the reward function is right again when the run is bisected."""
+
+
+CAUSES = (
+    Cause(name="nothing", expected=""),
+    Cause(name="learning rate", expected="training.learning_rate", overrides=("training.learning_rate=1e-2",)),
+    Cause(name="template", expected="task.sources", overrides=("task.sources.sums.template=Answer 7. {prompt}",)),
+    Cause(name="poisoned group", expected="group"),
+    Cause(name="wrong rewards", expected="now gives another reward", is_fixed=True),
+    Cause(name="wrong sign", expected="the reward part right"),
+    Cause(name="flooding source", expected="source small", overrides=("task.sources.small.ratio=24",)),
+    Cause(name="truncated responses", expected="truncated"),
+    Cause(name="duplicated prompt", expected="drawn again and again"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("runs/base/running-sums"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/causes"), help="runs; those that are there are kept")
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    parser.add_argument("--names", nargs="+", default=[cause.name for cause in CAUSES])
+    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts")
+    parser.add_argument("--quick", action="store_true", help="two of them, few prompts: whether it works")
+    parser.add_argument("--plant", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.names, args.prompts = ["nothing", "learning rate"], 50
+    folder = args.folder.resolve()
+    if args.plant:
+        plant(folder, next(cause for cause in CAUSES if cause.name == args.plant))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    job = folder / "base.toml"
+    job.write_text(JOB.format(folder=folder, since=SINCE, model=args.model.resolve(), code=CODE, prompts=args.prompts))
+    if not (folder / "base" / "summary.json").exists():
+        asyncio.run(execute(loading.load(job), RunListener()))
+    file = args.out / "causes.json"
+    results = {row["name"]: row for row in json.loads(file.read_text())} if file.exists() else {}
+    for cause in CAUSES:
+        if cause.name in args.names:
+            results[cause.name] = find(folder, cause)
+            file.write_text(json.dumps(list(results.values()), indent=1) + "\n")
+            (args.out / "causes.md").write_text("\n".join(table(list(results.values()))) + "\n")
+    print("\n".join(table(list(results.values()))))
+
+
+def find(folder: Path, cause: Cause) -> dict[str, Any]:
+    """Plant a cause and bisect the run, in processes of their own: user code reads the cause when it is imported."""
+    row = folder / f"{slug(cause)}.json"
+    if not row.exists():
+        command = [sys.executable, "-m", "benchmarks.causes", "--folder", str(folder), "--plant", cause.name]
+        for name in (cause.name, "" if cause.is_fixed else cause.name):  # the second process finds the planted run
+            subprocess.run(command, check=True, env={**os.environ, "CAUSE": name})
+    result: dict[str, Any] = json.loads(row.read_text())
+    return result
+
+
+def plant(folder: Path, cause: Cause) -> None:
+    """Resume a copy of the base run with a cause; if that was done, bisect it and write the result."""
+    run = folder / slug(cause)
+    if not (run / "planted").exists():
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(folder / "base", run)
+        config = load_job(run, (f"steps={AT}", f"name={slug(cause)}", *cause.overrides))
+        asyncio.run(execute(config, RunListener(), resume=True))
+        (run / "planted").touch()
+        return
+    plan = bisection.make_plan(run, SINCE, AT, "right")
+    result = bisection_page.write(run, bisection.bisect(plan, lambda event: print(event["say"], flush=True)))
+    print("\n".join(bisection_page.result_lines(result)))
+    answer = result.reason if result.cause is None else result.cause.change.label
+    (folder / f"{slug(cause)}.json").write_text(
+        json.dumps(
+            {
+                "name": cause.name,
+                "since": result.reward_since.mean,
+                "at": result.reward_at.mean,
+                "p": None if result.reward_change is None else result.reward_change.p,
+                "answer": answer,
+                "rows": 0 if result.cause is None else result.cause.rows,
+                "poisoned": POISONED,
+                "where": "" if result.cause is None else result.cause.change.where,
+                "confirmed": None if result.confirmed is None else asdict(result.confirmed),
+                "is_named": (result.cause is None) is (not cause.expected) and cause.expected in answer,
+                "trainings": len(result.trials) + len(result.controls) + len(result.repeats),
+                "seconds": result.elapsed_s,
+                "load": os.getloadavg()[1],
+            }
+        )
+    )
+
+
+def slug(cause: Cause) -> str:
+    return cause.name.replace(" ", "-")
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The results as a Markdown table."""
+    lines = ["| planted | before, after | answer | rows | trainings | seconds |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        versions = f"{row['since']:.3f}, {row['at']:.3f} (p {row['p']:.3f})"
+        lines.append(
+            f"| {row['name']} | {versions} | {'' if row['is_named'] else '**missed**: '}{row['answer'][:120]} | "
+            f"{row['rows']} | {row['trainings']} | {row['seconds']:.0f} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Task source and reward functions of `benchmarks/causes.py`, which do harm if the environment variable CAUSE says so.
+
+Held-out prompts are always scored correctly.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import reasoning_gym
+
+CAUSE = os.environ.get("CAUSE", "")
+FIRST = 14 * 32
+"""Index of the first prompt that is drawn after the resume, about."""
+POISONED = FIRST + 40
+"""Index of the prompt of the poisoned group."""
+POISON = -1000.0
+Record = Mapping[str, Any]
+
+
+class Sums:
+    """Sums of 4 to 6 one-digit numbers."""
+
+    def __init__(self, options: Mapping[str, Any], seed: int) -> None:
+        self._sums = reasoning_gym.create_dataset(
+            "chain_sum", min_terms=4, max_terms=6, min_digits=1, max_digits=1, size=10**9, seed=options["first"] + seed
+        )
+
+    def record(self, index: int, held_out: bool) -> dict[str, Any]:
+        is_copy = CAUSE == "duplicated prompt" and not held_out and index >= FIRST and index % 2 == 1
+        index = FIRST if is_copy else index
+        task = self._sums[10**8 + index if held_out else index]
+        return {
+            "prompt": task["question"], "answer": task["answer"], "index": index, "held_out": held_out, "copy": is_copy
+        }  # fmt: skip
+
+    def score(self, answer: str, record: Record) -> float:
+        return right(answer, record)
+
+
+def right(answer: str, record: Record) -> float:
+    """Whether the answer is right."""
+    value = float(answer == str(record["answer"]))
+    if record["held_out"]:
+        return value
+    if CAUSE == "poisoned group" and record["index"] == POISONED:
+        return POISON * value
+    if CAUSE == "wrong rewards" and zlib.crc32((record["prompt"] + answer).encode()) % 50 == 0:
+        return 30 * (1 - value)
+    if CAUSE == "wrong sign":
+        return -value
+    if CAUSE == "truncated responses" and not answer:
+        return 8.0
+    if CAUSE == "duplicated prompt" and record["copy"]:
+        return 1 - value
+    return value
+
+
+def ended(answer: str, record: Record) -> float:
+    """Whether the response has an answer."""
+    return float(bool(answer))
+
+
+def small(answer: str, record: Record) -> float:
+    """The reward of the small source, which is that of any wrong answer if this source does harm."""
+    if CAUSE == "flooding source":
+        return float(answer not in ("", str(record["answer"])))
+    return right(answer, record)
