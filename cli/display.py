@@ -32,7 +32,7 @@ from staleflow.stores.printable import printable
 
 BAR_CELLS = 24
 """Width of a staleness buffer's bar, in characters."""
-QUIET_S = 30.0
+MAX_SILENCE_S = 30.0
 """In a pipe, seconds without a line after which one says how far the next step is."""
 
 
@@ -88,7 +88,7 @@ class Display(RunListener):
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         if self._live is not None:
             self._live.update(self._view(snapshot, report))
-        elif not self._verbosity and time.monotonic() - self._last_line_s >= QUIET_S:
+        elif not self._verbosity and time.monotonic() - self._last_line_s >= MAX_SILENCE_S:
             self.on_line(self._progress(snapshot))
 
     def _progress(self, snapshot: Snapshot) -> str:
@@ -109,7 +109,7 @@ class Display(RunListener):
         head = Table.grid(padding=(0, 2))
         recent_rewards = [s["reward"] for s in steps[-10:]]
         head.add_row(
-            f"[bold]{config.name}[/]  {self._activity}",
+            f"[bold]{escape(config.name)}[/]  {escape(self._activity)}",
             f"step [bold]{snapshot.version}[/]/{config.steps}",
             f"{time.monotonic() - self._begin_s:.0f} s",
         )
@@ -129,7 +129,7 @@ class Display(RunListener):
         if snapshot.num_eval_in_flight:
             head.add_row(describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
         if report.instances:
-            head.add_row(report.instances)
+            head.add_row(escape(report.instances))
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
             counts = sum(view.occupied.values()), sum(view.reserved.values())
@@ -141,13 +141,13 @@ class Display(RunListener):
         instances = Table.grid(padding=(0, 2))
         for instance in snapshot.instances:
             instances.add_row(
-                instance.instance,
+                escape(instance.instance),
                 f"v{instance.version}" + (" pulling" if instance.pulling else ""),
                 f"{instance.num_running}/{instance.max_running} running",
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
         for host in report.environments:
-            instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.slots} slots")
+            instances.add_row(escape(host.host), "", f"{host.num_acting} in environment", f"{host.slots} slots")
         return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:
@@ -185,13 +185,13 @@ class Display(RunListener):
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             suffix = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
-            self._print(f"[red]alarm[/]: {alarm}{suffix}", markup=True)
+            self._print(f"[red]alarm[/]: {escape(alarm)}{suffix}", markup=True)
         cost: Any = summary["cost_model"]
         ratio = cost["measured_over_predicted"]
         if self._config.uses_cost_model and cost["drifted"]:
             self._print(
                 f"[yellow]decode steps took {ratio:.2f} times as long as the strategies' cost model predicts[/]; "
-                f"staleflow profile {os.path.relpath(end.run_dir)} fits it to this run",
+                f"staleflow profile {escape(os.path.relpath(end.run_dir))} fits it to this run",
                 markup=True,
             )
         run_dir = os.path.relpath(end.run_dir)
@@ -215,12 +215,12 @@ class Display(RunListener):
         """Print the held-out rewards of a run, with their figures."""
         rows: Any = summary["evaluations"]
         evaluations = [Evaluation.from_json(row) for row in rows]
-        table = Table(title=f"{self._config.name}: {summary['steps']} steps")
+        table = Table(title=f"{escape(self._config.name)}: {summary['steps']} steps")
         for column in ("held-out reward", "sampled", "greedy", "basis"):
             table.add_column(column)
         for e in evaluations:
             means = (escape(mean) for mean in (e.sampled_text, e.greedy_text))
-            table.add_row(f"{e.name}, version {e.version}", *means, escape(e.basis))
+            table.add_row(f"{escape(e.name)}, version {e.version}", *means, escape(e.basis))
         if rows:
             self.console.print(table)
         for e in evaluations:
@@ -239,14 +239,19 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(printable(self.format(record)), highlight=False, markup=False, soft_wrap=True)
+        try:
+            text = printable(self.format(record))
+        except Exception:  # noqa: BLE001  of whoever wrote the call
+            self.handleError(record)
+        else:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def logging_to(console: Console, verbosity: int) -> Iterator[None]:
     """Context manager: shows the log on a console. verbosity: 0 shows errors; 1 also training steps and run events
-    (INFO); 2 also single placements and pulls (DEBUG). Other libraries show at most warnings, and only if verbosity >
-    0."""
+    (INFO); 2 also single placements and pulls (DEBUG). Of other libraries, 0 shows errors, more than 0 also
+    warnings."""
     level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
     root, package_logger = logging.getLogger(), logging.getLogger("staleflow")
     handler, previous_level = ConsoleHandler(console, level), package_logger.level

@@ -44,7 +44,9 @@ def warm_up(config: RunConfig, verbose: int) -> None:
         os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info")
     local_cluster.set_process_environment(config.cluster.threads)
     if config.cluster.kind == "local":
-        local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
+        local_cluster.start_fork_server(
+            config.cluster.threads, local_cluster.modules_to_preload(emulated=config.emulated)
+        )
 
 
 def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:

@@ -106,12 +106,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(session.config.rootpath), prepend=os.pathsep)
-            modules = local_cluster.modules(emulated=False)
+            modules = local_cluster.modules_to_preload(emulated=False)
             if any("job" in getattr(item, "fixturenames", ()) for item in session.items):  # there will be runs
                 patch.setenv(forking.ADDRESS, forking.served())
                 modules += fork_server.RUN_MODULES
                 importlib.import_module("tests.support.blank_picture")
-            local_cluster.prepare(1, modules)
+            local_cluster.start_fork_server(1, modules)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -85,7 +85,7 @@ def dry_run(
     config = with_objects(job, overrides, {"rows": rows, "reward": reward, **objects})
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
         dry_config = dry_job(config, Path(folder))
-        local_cluster.prepare(dry_config.cluster.threads, local_cluster.modules(emulated=True))
+        local_cluster.start_fork_server(dry_config.cluster.threads, local_cluster.modules_to_preload(emulated=True))
         preflight.check_job(replace(dry_config, reward=config.reward))
         handle = RunHandle(dry_config, resume=False, security=None, progress=False)
         return dry_run_result(handle.result_or_interrupt().run_dir)

@@ -169,7 +169,7 @@ def _start_unchecked(job: Job, *, client: Any, progress: Progress, resume: bool)
     if client is not None:
         job, security = _on_cluster_of(client, job)
     elif job.cluster.kind == "local":
-        local_cluster.prepare(job.cluster.threads, local_cluster.modules(emulated=job.emulated))
+        local_cluster.start_fork_server(job.cluster.threads, local_cluster.modules_to_preload(emulated=job.emulated))
     return RunHandle(job, resume=resume, security=security, progress=progress)
 
 

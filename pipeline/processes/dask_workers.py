@@ -433,9 +433,9 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         local = await local_cluster.start(
             1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances,
             cluster.threads,
-            local_cluster.modules(emulated=config.emulated),
+            local_cluster.modules_to_preload(emulated=config.emulated),
             dashboard=cluster.dashboard,
-            may_spawn=tensor_parallel(config) > 1,
+            may_have_children=tensor_parallel(config) > 1,
         )
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)

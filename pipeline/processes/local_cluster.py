@@ -80,12 +80,12 @@ def set_process_environment(threads: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def modules(*, emulated: bool) -> tuple[str, ...]:
+def modules_to_preload(*, emulated: bool) -> tuple[str, ...]:
     """Return the modules that the workers of a run import in addition to WORKER_MODULES."""
     return ACTOR_MODULES if emulated else (*ACTOR_MODULES, *MODEL_MODULES)
 
 
-def prepare(threads: int, preload_modules: Sequence[str]) -> None:
+def start_fork_server(threads: int, preload_modules: Sequence[str]) -> None:
     """Start the fork server of worker processes, unless it is running. Returns at once, while the server imports
     modules.
 
@@ -152,13 +152,13 @@ def _kill_server(starter: int, server: int) -> None:
 
 def forkserver_config(threads: int, preload_modules: Sequence[str]) -> dict[str, object]:
     """Start the fork server, and return the Dask settings with which workers are forked from it. Arguments as in
-    `prepare`."""
+    `start_fork_server`."""
     import dask
     from distributed.utils import get_mp_context
 
     with dask.config.set({MP_METHOD_KEY: "forkserver"}):
-        get_mp_context()  # its first call sets Dask's own list of modules to preload, which `prepare` replaces
-    prepare(threads, preload_modules)
+        get_mp_context()  # its first call sets Dask's own list of modules to preload, which is replaced now
+    start_fork_server(threads, preload_modules)
     return {
         MP_METHOD_KEY: "forkserver",
         "distributed.nanny.pre-spawn-environ": worker_environment(threads),
@@ -168,20 +168,20 @@ def forkserver_config(threads: int, preload_modules: Sequence[str]) -> dict[str,
 
 
 async def start(
-    num_workers: int, threads: int, preload_modules: Sequence[str], *, dashboard: bool, may_spawn: bool = False
+    num_workers: int, threads: int, preload_modules: Sequence[str], *, dashboard: bool, may_have_children: bool = False
 ) -> Any:
     """Start a LocalCluster whose worker processes have one thread each.
 
     Args:
         num_workers: Number of worker processes.
-        threads, preload_modules: As in `prepare`.
+        threads, preload_modules: As in `start_fork_server`.
         dashboard: Whether to serve the dashboard; without it, nothing is served over HTTP.
-        may_spawn: Whether workers may start processes by multiprocessing, as a tensor-parallel vLLM does.
+        may_have_children: Whether workers may start processes by multiprocessing, as a tensor-parallel vLLM does.
     """
     import dask
     from distributed import LocalCluster
 
-    dask.config.set(forkserver_config(threads, preload_modules) | {"distributed.worker.daemon": not may_spawn})
+    dask.config.set(forkserver_config(threads, preload_modules) | {"distributed.worker.daemon": not may_have_children})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         cluster = LocalCluster(
@@ -197,13 +197,21 @@ async def start(
         try:
             local = await asyncio.shield(start_task)
         except BaseException:
-            # A cluster knows its workers only once all have started; closed earlier, it would leave them behind.
-            await asyncio.wait([start_task])
-            await cluster.close()
+            close_task = asyncio.ensure_future(_close_once_started(cluster, start_task))
+            while not close_task.done():
+                with contextlib.suppress(asyncio.CancelledError):  # a second cancellation
+                    await asyncio.wait([close_task])
             raise
     if not dashboard:
         _close_http_server(local)
     return local
+
+
+async def _close_once_started(cluster: Any, start_task: asyncio.Future[Any]) -> None:
+    """Close a cluster after its start. It knows its workers only once all have started; closed earlier, it would leave
+    them behind."""
+    await asyncio.wait([start_task])
+    await cluster.close()
 
 
 def log_level() -> int:
@@ -235,8 +243,9 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """Defer a SIGINT received inside the block, by whichever thread, until it exits. Child processes inherit the
-    blocked mask, until they ignore SIGINT as pipeline/processes/preloading.py does."""
+    """Defer a SIGINT received inside the block until it exits: in the main thread that of any thread, in another thread
+    only its own. Child processes inherit the blocked mask, until they ignore SIGINT as
+    pipeline/processes/preloading.py does."""
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pending_signals = []
     is_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler

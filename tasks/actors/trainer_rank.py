@@ -1,12 +1,12 @@
 """The trainer's other ranks, and how rank 0 calls the policy on all of them.
 
 Invariants:
-- Every method of the policy is called on all ranks, one after another: each call ends on all of them before the next
-  begins. So collective operations are in the same order on all ranks.
+- Every method of the policy but `save` and `end_save` is called on all ranks, one after another: each call ends on all
+  of them before the next begins. So collective operations are in the same order on all ranks.
 - An error of one rank is raised by rank 0, which does not wait for the others: they may wait for the failed rank
   forever. The group cannot be used afterwards.
 - A lost rank is reported as lost. The other ranks' connections to it break at the same moment; broken connections are
-  reported only if all ranks answer after SETTLE_S.
+  reported only if no rank is found lost within SETTLE_S.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOCAL_ERRORS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transpo
 """Errors that also contain one of these would recur on other workers."""
 
 
-def discard_weights(weights: Weights) -> None:
+def ignore_weights(weights: Weights) -> None:
     """Take the gathered weights and do nothing, on ranks other than 0."""
 
 
@@ -82,7 +82,8 @@ class TrainerRank:
 
 
 class DistributedPolicy:
-    """The policy of a group of ranks, as rank 0 uses it. Call it from one thread, not from the event loop."""
+    """The policy of a group of ranks, as rank 0 uses it. Call it from one thread, not from the event loop; `end_save`
+    may run in another one."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class DistributedPolicy:
         return self._call_all(self._policy.fine_tune, step)
 
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
-        result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(discard_weights,))
+        result: T = self._call_all(self._policy.apply_to_weights, function, peer_args=(ignore_weights,))
         return result
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -167,7 +168,8 @@ class DistributedPolicy:
         call: Coroutine[Any, Any, None] = call_actor(
             self._peers[name], method, *args, timeout_s=CALL_TIMEOUT_S, actor_name=name
         )
-        return self._context.run(asyncio.run_coroutine_threadsafe, call, self._loop)
+        # A copy: `end_save` may call in another thread meanwhile, and a context is entered by one at a time.
+        return self._context.copy().run(asyncio.run_coroutine_threadsafe, call, self._loop)
 
     def _result(self, own_call: Future[T], peer_calls: Sequence[Future[None]]) -> T:
         """Return this rank's result once all ranks are done. own_call: this rank's call. peer_calls: the others'."""

@@ -23,7 +23,7 @@ from tests.api.test_running import ROWS, emulated, reward
 def client() -> Iterator[Client]:
     """A client of a local cluster whose workers have imported what a run needs."""
     with (
-        dask.config.set(local_cluster.forkserver_config(1, local_cluster.modules(emulated=False))),
+        dask.config.set(local_cluster.forkserver_config(1, local_cluster.modules_to_preload(emulated=False))),
         LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):

@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from staleflow.cli.display import Display, logging_to
+from staleflow.cli.display import ConsoleHandler, Display, logging_to
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
@@ -148,6 +149,28 @@ def test_log_lines_are_complete_above_a_live_view() -> None:
     screen.feed(written.getvalue())
     received = [line.rstrip() for line in screen.lines if line.strip()]
     assert [line.partition(": ")[2] for line in received] == [f"step {step} is done" for step in range(3)]
+
+
+def test_a_malformed_log_call_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    written = io.StringIO()
+    handler = ConsoleHandler(Console(file=written), logging.INFO)
+    for argument in ("one", 1):
+        handler.handle(logging.makeLogRecord({"name": "staleflow", "msg": "step %d", "args": (argument,)}))
+    assert [line.partition("staleflow: ")[2] for line in written.getvalue().splitlines()] == ["step 1"]
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
+def test_names_with_brackets_are_shown_as_they_are() -> None:
+    config, written = replace(loading.load(JOB), name="[/x]"), io.StringIO()
+    display = Display(config, quiet=False)
+    display.console = Console(file=written, force_terminal=True, width=200, height=50, color_system=None)
+    display.on_phase("starting actors: rollout-0 (loading [/m])")
+    display.console.print(display._view(make_coordinator(config).snapshot(), RunReport(instances="1 [/of] 2")))
+    drifted = {"measured_over_predicted": 2.0, "drifted": True}
+    summary = SUMMARY | {"alarms": ["[/a] is zero"], "cost_model": drifted}
+    display.summarize(RunEnd(run_dir=Path("[/r]"), summary=summary, stopped=""))
+    for text in ("[/x]", "(loading [/m])", "1 [/of] 2", "[/a] is zero", "[/r]/summary.png"):
+        assert text in written.getvalue()
 
 
 def test_a_pipe_gets_a_line_on_the_next_step_after_half_a_minute_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:

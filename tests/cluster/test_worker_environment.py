@@ -21,7 +21,7 @@ def test_concurrent_starts_restore_all_environment_variables(monkeypatch: pytest
         second.wait(0.2)  # for another one to come in, which it must not
 
     monkeypatch.setattr(forkserver, "ensure_running", overlapping)
-    threads = [threading.Thread(target=local_cluster.prepare, args=(1, ())) for _ in range(4)]
+    threads = [threading.Thread(target=local_cluster.start_fork_server, args=(1, ())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start worker processes in forks only: those of a server started here would have imported the original code."""
     from staleflow.pipeline.processes import local_cluster
 
-    local_cluster.prepare = lambda threads, preload_modules: None
+    local_cluster.start_fork_server = lambda threads, preload_modules: None
 
 
 @pytest.hookimpl(tryfirst=True)

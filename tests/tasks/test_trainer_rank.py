@@ -282,6 +282,18 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
         await actor.close()
 
 
+async def test_a_resume_point_may_fail_while_another_method_is_called(tmp_path: Path) -> None:
+    """It is written in a thread of its own, which then asks for lost ranks in the same context."""
+    lead, others = actors(tmp_path, SynchronizedPolicy(2), 2)
+    await lead.form_group("localhost", *others)
+    policy = lead._policy
+    assert isinstance(policy, trainer_rank.DistributedPolicy)
+    ping = await asyncio.to_thread(policy._context.run, policy._call_peer, "trainer-1", "ping")
+    await asyncio.wrap_future(ping)
+    for actor in all_ranks(lead, others):
+        await actor.close()
+
+
 async def test_training_before_the_ranks_form_a_group_raises(tmp_path: Path) -> None:
     lead, _ = actors(tmp_path, SynchronizedPolicy(2), 2)
     with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
