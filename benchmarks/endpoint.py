@@ -202,7 +202,7 @@ def identity(model: str, quick: bool) -> None:
         held = {turn for row in store.ended() for turn in stored_turns(row.trajectory)}
         heard = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]
         told = [_told(answer) for _, answer in heard]
-        prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None).build()
+        prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None).build()
         ends: dict[str, tuple[int, ...]] = {}
         later = again = other = 0
         for (messages, answer), (before, tokens, _) in zip(heard, told, strict=True):

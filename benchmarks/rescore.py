@@ -45,7 +45,9 @@ TOKENS = 500
 def make_store(config: RunConfig, count: int) -> None:
     """`count` consumed trajectories of 250 to 750 tokens, a batch a commit."""
     rng = np.random.default_rng(0)
-    prompts = actor_settings.prompt_settings(config, held_out=config.num_held_out_prompts, longest_prompt=None).build()
+    prompts = actor_settings.prompt_settings(
+        config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
+    ).build()
     store = VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
     size, batch = config.batch.group_size, config.trajectories_per_step
     for step in range(count // batch):
@@ -72,7 +74,9 @@ def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
     imported = time.perf_counter()
     reward = make_reward(function, actor_settings.source_settings(config).build())
-    prompts = actor_settings.prompt_settings(config, held_out=config.num_held_out_prompts, longest_prompt=None).build()
+    prompts = actor_settings.prompt_settings(
+        config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
+    ).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())

@@ -52,13 +52,20 @@ class Codec:
     Args:
         tagged: Classes whose values include the class name.
         sparse: Fields of other classes that are omitted when they have their default.
+        stored_names: Of other classes, the names that fields are stored under, if they are others than the fields'.
     """
 
     def __init__(
         self,
         tagged: tuple[type, ...] = (),
         sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
+        stored_names: Mapping[type, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
+        self._overrides: dict[type, Any] = {
+            cls: {name: override(omit_if_default=True) for name in names} for cls, names in sparse.items()
+        }
+        for cls, names in stored_names.items():
+            self._overrides.setdefault(cls, {}).update({name: override(rename=names[name]) for name in names})
         self._converter = converter = Converter()
         for builtin_type in (int, float, str, bool):
             converter.register_structure_hook(builtin_type, _exact_decoder(builtin_type))
@@ -75,7 +82,8 @@ class Codec:
         converter.register_unstructure_hook_factory(lambda cls: cls in tagged, self._tagged_encoder)
         converter.register_structure_hook_factory(lambda cls: cls in tagged, lambda cls: self._tagged_decoder((cls,)))
         converter.register_unstructure_hook_factory(
-            lambda cls: cls in sparse, lambda cls: self._sparse_encoder(cls, sparse[cls])
+            lambda cls: cls in self._overrides,
+            lambda cls: make_dict_unstructure_fn(cls, converter, **self._overrides[cls]),
         )
 
     def encode(self, value: Any) -> PlainValue:
@@ -92,19 +100,13 @@ class Codec:
     def _untagged_decoder(self, cls: type[Any]) -> Callable[[Any, Any], Any]:
         """Make the decoder of an untagged dataclass. Unknown fields are ignored, because a later version wrote them.
         Fields with a default may be missing, because an earlier version did not have them."""
-        decode_fields = make_dict_structure_fn(cls, self._converter)
+        decode_fields = make_dict_structure_fn(cls, self._converter, **self._overrides.get(cls, {}))
 
         def structure(value: Any, _: Any) -> Any:
             _require_dict(value)
             return decode_fields(value, cls)
 
         return structure
-
-    def _sparse_encoder(self, cls: type[Any], names: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
-        """Make the encoder of a class that omits these fields while they have their default."""
-        overrides: Any = {name: override(omit_if_default=True) for name in names}
-        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(cls, self._converter, **overrides)
-        return encode
 
     def _tagged_encoder(self, cls: type[Any]) -> Callable[[Any], dict[str, Any]]:
         encode_fields = make_dict_unstructure_fn(cls, self._converter, _cattrs_omit_if_default=True)

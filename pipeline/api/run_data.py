@@ -82,7 +82,7 @@ class RunData:
     @property
     def bound(self) -> str:
         """The staleness bound in words."""
-        return self._store().header.bound
+        return self._store().header.bound_text
 
     @property
     def live(self) -> bool:

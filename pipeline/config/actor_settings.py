@@ -44,8 +44,8 @@ def run_header(config: RunConfig) -> RunHeader:
         eta=config.staleness.eta,
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
-        members_started=config.oversampled_group_size,
-        held_out=config.num_held_out_prompts,
+        oversampled_group_size=config.oversampled_group_size,
+        num_held_out=config.num_held_out_prompts,
         url=config.store_url,
         job=knob_tree.to_toml(config) if config.store else "",
         sources=tuple(config.task.sources),
@@ -194,13 +194,13 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
 
 
 def prompt_settings(
-    config: RunConfig, context: int = 2**31, *, held_out: int, longest_prompt: int | None
+    config: RunConfig, context: int = 2**31, *, num_held_out: int, max_prompt_tokens: int | None
 ) -> PromptSettings:
     """Settings of the run's prompts.
 
     Args:
         context: Tokens the model can attend to. The default means no limit, for prompts read from a store.
-        held_out, longest_prompt: As in the store's RunHeader.
+        num_held_out, max_prompt_tokens: As in the store's RunHeader.
     """
     from staleflow.tasks.sources.prompts import PromptSettings
 
@@ -210,8 +210,8 @@ def prompt_settings(
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
-        held_out=held_out,
-        max_prompt_tokens=longest_prompt,
+        num_held_out=num_held_out,
+        max_prompt_tokens=max_prompt_tokens,
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         random_responses=config.emulated and config.has_texts,
@@ -227,7 +227,7 @@ def _named_sources(config: RunConfig) -> tuple[NamedSource, ...]:
         NamedSource(
             name=name,
             settings=_with_tools(config, source_settings(config, task)),
-            held_out=task.eval_prompts,
+            num_held_out=task.eval_prompts,
             max_new_tokens=task.max_new_tokens or config.rollout.max_new_tokens,
             reward=task.reward,
         )
@@ -259,9 +259,11 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
     existing store."""
     from staleflow.tasks.actors.server_settings import ServerSettings
 
-    longest_prompt = max_prompt_tokens(config, context)
+    prompt_limit = max_prompt_tokens(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt),
+        prompts=prompt_settings(
+            config, context, num_held_out=config.num_held_out_prompts, max_prompt_tokens=prompt_limit
+        ),
         reward=config.reward.setting,
         group_size=config.batch.group_size,
         oversampled_group_size=config.oversampled_group_size,
@@ -269,7 +271,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         overlong=overlong_penalty(config),
         max_error_share=config.reward.max_error_share,
         store=str(store),
-        header=dataclasses.replace(run_header(config), longest_prompt=longest_prompt),
+        header=dataclasses.replace(run_header(config), max_prompt_tokens=prompt_limit),
         commit_s=config.deadlines.commit_s,
         resumed=resumed,
         writes_resume_points=config.training.resume_every > 0,
@@ -295,14 +297,15 @@ def overlong_penalty(config: RunConfig) -> Overlong:
     )
 
 
-def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None:
-    """Settings of the examples of supervised fine-tuning; None without it. held_out: as in the store's RunHeader."""
+def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | None:
+    """Settings of the examples of supervised fine-tuning; None without it. num_held_out: as in the store's
+    RunHeader."""
     from staleflow.tasks.sources.examples import ExampleSettings
 
     sft = config.training.sft
     if not sft.steps:
         return None
-    prompts = prompt_settings(config, held_out=held_out, longest_prompt=max_prompt_tokens(config, 2**31))
+    prompts = prompt_settings(config, num_held_out=num_held_out, max_prompt_tokens=max_prompt_tokens(config, 2**31))
     if not sft.source:
         return ExampleSettings(prompts=prompts, count=sft.examples_per_step)
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.

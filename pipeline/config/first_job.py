@@ -150,7 +150,7 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
     with contextlib.chdir(folder):
         config = loading.load(JOB)
         prompts = actor_settings.prompt_settings(
-            config, held_out=config.num_held_out_prompts, longest_prompt=None
+            config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
         ).build()
         tokens = prompts.encode(prompts.task(0))
         num_unknown = 0

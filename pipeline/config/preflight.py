@@ -278,9 +278,9 @@ def _first_prompt(
     if folder is None:
         return actor_settings.source_settings(config).build().task(0), None
     context = model_files.read_context(folder, f"model.path = {config.model.path!r}")
-    longest_prompt = actor_settings.max_prompt_tokens(config, context)
+    max_prompt_tokens = actor_settings.max_prompt_tokens(config, context)
     settings = actor_settings.prompt_settings(
-        config, context, held_out=config.num_held_out_prompts, longest_prompt=longest_prompt
+        config, context, num_held_out=config.num_held_out_prompts, max_prompt_tokens=max_prompt_tokens
     )
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))

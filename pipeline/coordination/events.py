@@ -73,7 +73,8 @@ class DecodeStats:
     """Decode steps of an instance since its previous report.
 
     Args:
-        running, kv_tokens: Size of its current batch.
+        running: Number of requests in its current batch.
+        kv_tokens: Tokens in the contexts of these requests and of those that wait for room in the batch.
         seconds: Time in which it had work, in seconds of the cost model.
         drafts: Number of times that a request's step verified draft tokens.
     """

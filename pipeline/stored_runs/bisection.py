@@ -301,7 +301,7 @@ class _RepeatedTraining:
         (positions,) = np.nonzero(self._window_mask)
         config, header = self._plan.offline.config, self._store.header
         prompts = actor_settings.prompt_settings(
-            config, held_out=header.held_out, longest_prompt=header.longest_prompt
+            config, num_held_out=header.num_held_out, max_prompt_tokens=header.max_prompt_tokens
         ).build()
         numbers, is_other = dict[bytes, int](), np.zeros(len(self._trained_mask), bool)
         prompt = np.zeros(len(self._trained_mask), np.int64)
@@ -426,7 +426,7 @@ class _RepeatedTraining:
             self._config, self._policy = (
                 config,
                 self._policies.enter_context(
-                    open_policy(config, config, config.steps, self._store.header.held_out, shared=self._is_shared)
+                    open_policy(config, config, config.steps, self._store.header.num_held_out, shared=self._is_shared)
                 ),
             )
         if point is not None:

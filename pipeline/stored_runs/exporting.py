@@ -180,7 +180,7 @@ def _make_card(name: str, rows: int, store: VersionedStore) -> str:
         f"# Trajectories of the run {name}\n\n"
         f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. Of many turns, "
         "`conversation` has each with its role; `sampled` marks the model's own tokens. `staleness` is "
-        f"the training step's version minus the trajectory's oldest ({store.header.bound}), -1 if it was not "
+        f"the training step's version minus the trajectory's oldest ({store.header.bound_text}), -1 if it was not "
         f"trained on; `fate` and `reason` tell how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
     )
 

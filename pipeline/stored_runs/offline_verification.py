@@ -28,7 +28,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import ConfigError, strerror
 from staleflow.stores.serialization import Codec, parse_json
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, entry_of
+from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, chain_hash
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -73,7 +73,7 @@ def verify_offline(
     if not chain.num_entries or not any(entry.previous for entry in entries):
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
-        origin = entry_of(
+        origin = chain_hash(
             make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB)
         )
         findings += _find_broken_links(origin, lines, entries, record.start)
@@ -87,7 +87,7 @@ def verify_offline(
         checkpoint_certificate = certificate.read(checkpoint)
         if lines and (checkpoint_certificate.version, checkpoint_certificate.entry) != (
             record.steps,
-            entry_of(lines[-1]),
+            chain_hash(lines[-1]),
         ):
             message = (
                 f"its last line, {len(lines) - 1}, is not the one that {certificate.FILE} of {checkpoint.name} names"
@@ -140,7 +140,7 @@ def verify_offline(
         num_steps=record.start + len(entries),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
-        entry=entry_of(lines[-1]) if sample else "",
+        entry=chain_hash(lines[-1]) if sample else "",
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.equal_steps)),
         findings=(*findings, *contradictions),
@@ -224,4 +224,4 @@ def _find_broken_links(
         if entry.previous != previous_entry:
             predecessor = "the line before it" if number > start else f"the run, {JOB} and {RECORD}"
             yield Finding(check=CHECK, location=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
-        previous_entry = entry_of(line)
+        previous_entry = chain_hash(line)

@@ -71,7 +71,7 @@ def offline_steps(
 
 @contextlib.contextmanager
 def open_policy(
-    config: RunConfig, run_job: RunConfig, num_steps: int, held_out: int, *, shared: bool
+    config: RunConfig, run_job: RunConfig, num_steps: int, num_held_out: int, *, shared: bool
 ) -> Iterator[Policy]:
     """Build the policy to train: in this process, or of a group that it leads.
 
@@ -79,7 +79,7 @@ def open_policy(
         config: The job to train by.
         run_job: The job with the run's seed, for the examples of supervised fine-tuning.
         num_steps: Length of the training, for schedules of the learning rate.
-        held_out: Number of held-out prompts that the store's header has.
+        num_held_out: Number of held-out prompts that the store's header has.
         shared: As in Pool.
     """
     from staleflow.tasks.training.policy import TrainerSettings
@@ -92,7 +92,7 @@ def open_policy(
         shares_device=False,  # with layout "turns", too, the device has no rollout instance here
         # No driver watches these ranks, and each loads the model at its own speed.
         collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),
-        examples=actor_settings.example_settings(run_job, held_out),
+        examples=actor_settings.example_settings(run_job, num_held_out),
     )
     if settings.training.ranks == 1:
         yield settings.build(config.cluster.threads)
@@ -270,10 +270,10 @@ class _Repeater:
     @contextlib.contextmanager
     def _open_policy(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
         """`open_policy` for a part's job. Raises ConfigError if its model cannot be loaded."""
-        held_out, path = self._store.header.held_out, config.model.path
+        num_held_out, path = self._store.header.num_held_out, config.model.path
         with contextlib.ExitStack() as stack:
             try:
-                policy_context = open_policy(config, part.run_job, part.num_steps, held_out, shared=self._is_shared)
+                policy_context = open_policy(config, part.run_job, part.num_steps, num_held_out, shared=self._is_shared)
                 policy = stack.enter_context(policy_context)
             except StaleflowError:
                 raise

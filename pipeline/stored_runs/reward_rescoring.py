@@ -110,7 +110,7 @@ def rescore(
     config, code = user_files.collect_code(config, user_files.scoring_keys(config))
     # From the store's header, since the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
-        config, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
+        config, num_held_out=store.header.num_held_out, max_prompt_tokens=store.header.max_prompt_tokens
     )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))

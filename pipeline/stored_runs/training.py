@@ -37,7 +37,7 @@ from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, ope
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
-from staleflow.stores.trajectories.records import batch_fingerprint, entry_of
+from staleflow.stores.trajectories.records import batch_fingerprint, chain_hash
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
@@ -200,8 +200,9 @@ def _train_and_evaluate(
     for line in changes:
         report({"say": line})
     before = _evaluate(plan, plan.config.model.path, 0, context, report)
-    num_steps, held_out = plan.config.steps * plan.epochs, open_store_at(plan.store_path, plan.snapshot).header.held_out
-    with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
+    num_steps = plan.config.steps * plan.epochs
+    num_held_out = open_store_at(plan.store_path, plan.snapshot).header.num_held_out
+    with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, num_held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
         steps = list(
             repeated_steps.offline_steps(
@@ -275,7 +276,7 @@ class _Training:
         self._are_equal: list[bool] = []
         self._points = ResumePoints(tmp_path / "resume")
         origin = make_chain_origin(self._store, plan.branch, plan.where, plan.epochs, plan.start, tmp_path / "job.toml")
-        self.entry = entry_of(origin)
+        self.entry = chain_hash(origin)
         """Entry of the line before in history.jsonl: a chain that goes on from the run's."""
         self._saved_at = time.monotonic()
         self.version = max(self._points.complete_versions(), default=PolicyVersion(plan.start))
@@ -285,7 +286,7 @@ class _Training:
             entries = [json.loads(line) for line in lines]
             self._are_equal = [bool(entry.get("same", False)) for entry in entries]
             self.history = [{k: v for k, v in entry.items() if k not in HASH_KEYS} for entry in entries]
-            self.entry = entry_of(lines[-1].encode())
+            self.entry = chain_hash(lines[-1].encode())
             replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), WRITE_REMEDY)
         elif plan.start:
             self.policy.load_state(Path(plan.resume_point))
@@ -313,7 +314,7 @@ class _Training:
         hashes = {"same": is_equal, "batch": batch_hash, "weights": weights}
         hashes |= {"numerics": numerics(), "previous": self.entry}
         line = json.dumps({**metrics, **hashes})
-        self.entry = entry_of(line.encode())
+        self.entry = chain_hash(line.encode())
         with (self._tmp_path / "history.jsonl").open("a") as file:
             file.write(f"{line}\n")
         if time.monotonic() - self._saved_at > RESUME_POINT_S:
@@ -394,12 +395,12 @@ def held_out_scores(
     store = open_store_at(plan.store_path, plan.snapshot)
     # From the store's header, since the job might draw other prompts for its groups now.
     prompt_settings = actor_settings.prompt_settings(
-        plan.run_job, context, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
+        plan.run_job, context, num_held_out=store.header.num_held_out, max_prompt_tokens=store.header.max_prompt_tokens
     )
     prompts = prompt_settings.build()
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = [task for number, count in enumerate(counts) for task in prompts.held_out(count, number)]
-    num_held_out = store.header.held_out
+    num_held_out = store.header.num_held_out
     name = ", ".join(task.eval_source or task.source for task in config.task.sources_by_name.values())
     if not version and (line := fewer_prompts_warning(sum(counts), len(tasks), name)):
         report({"say": line})

@@ -24,7 +24,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, StoreReader
-from staleflow.stores.trajectories.records import CODEC, StepRecord, entry_of
+from staleflow.stores.trajectories.records import CODEC, StepRecord, chain_hash
 
 CHECK = "chain"
 """The name of this check in findings."""
@@ -64,7 +64,7 @@ def check_chain(store: StoreReader) -> ChainReport:
                 report.weight_inputs += [(record.step, record.inputs)] if record.inputs else []
             elif report.num_entries:
                 report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
-            before, entry, num_rows = location, entry_of(text), num_rows + record.num_rows
+            before, entry, num_rows = location, chain_hash(text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
                 report.entries[record.step] = entry
         if store.newest_entry != (entry if report.num_entries else ""):

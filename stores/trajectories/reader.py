@@ -34,7 +34,7 @@ from staleflow.stores.trajectories.columns import (
     select_columns,
 )
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
-from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, entry_of
+from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, chain_hash
 from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
@@ -147,7 +147,7 @@ class StoreReader:
         self._location = location
         self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
-        self._first_entry = entry_of(json.dumps(attributes.get("header"), sort_keys=True).encode())
+        self._first_entry = chain_hash(json.dumps(attributes.get("header"), sort_keys=True).encode())
         check_format(attributes.get("format"), location)
         with raised_as(StoreError, f"{location}: the store's header is corrupt", ValueError):
             self.header = CODEC.decode(attributes.get("header"), RunHeader)
@@ -182,7 +182,7 @@ class StoreReader:
         if not is_step.any():
             raise StoreError(f"{self._location}: no commit of step {step}")
         index = int(np.argmax(is_step))
-        return entry_of(self.record_texts(index, index + 1)[0])
+        return chain_hash(self.record_texts(index, index + 1)[0])
 
     @property
     def first_entry(self) -> str:

@@ -25,22 +25,22 @@ class RunHeader:
     """The staleness bound."""
     groups_per_step: int
     group_size: int
-    members_started: int
+    oversampled_group_size: int
     """Trajectories started per group; those beyond `group_size` are redundant."""
-    held_out: int = 0
+    num_held_out: int = 0
     """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id."""
     url: str = ""
     """Where in a bucket the store's data are; empty if they are in its folder."""
     job: str = ""
     """The job file, TOML, of a store in a bucket: whoever has only its URL knows the run by it."""
-    longest_prompt: int | None = None
-    """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
+    max_prompt_tokens: int | None = None
+    """Length in tokens above which prompts are replaced by others; None: none is replaced."""
     sources: tuple[str, ...] = ()
     """Names of the run's task sources; the number in a row's column `source` is a position here. Empty if it has one
     source without a name."""
 
     @property
-    def bound(self) -> str:
+    def bound_text(self) -> str:
         """The staleness bound in words."""
         return f"staleness bound eta = {self.eta}"
 
@@ -55,7 +55,7 @@ class SourceState:
     num_filtered: int = 0
     num_aborted: int = 0
     credit: float = 0.0
-    """Groups by which what is trained of it lags behind its ratio."""
+    """Number of groups by which it was trained on less than its ratio requires; negative if it was on more."""
     usable_share: float = 1.0
     """Moving average of the share of its groups that are trained on."""
     num_useless: int = 0
@@ -111,7 +111,8 @@ class StepRecord:
     weight_fingerprint: str = ""
     """Fingerprint of the version this step published."""
     batch_fingerprint: str = ""
-    """Hash of the tokens, logprobs, versions and advantages the trainer received, in its order."""
+    """Hash of what the trainer received, in its order: ids, v_traj, tokens, versions, logprobs, rewards, advantages and
+    context branches of the trajectories."""
     num_rows: int = 0
     num_tokens: int = 0
     """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
@@ -123,7 +124,7 @@ class StepRecord:
     rows_fingerprint: str = ""
     """Hash of this commit's rows as they are stored, of any fate; empty without rows."""
     previous: str = ""
-    """Entry of the commit before (`entry_of`); empty in commits of versions without a chain."""
+    """Entry of the commit before (`chain_hash`); empty in commits of versions without a chain."""
 
     def repeats(self, other: StepRecord | None) -> bool:
         """Whether this is a repeated request for the commit whose record is `other`."""
@@ -139,7 +140,7 @@ class StepRecord:
         return [(str(check.instance), int(check.version)) for check in self.weight_checks]
 
 
-def entry_of(record: bytes) -> str:
+def chain_hash(record: bytes) -> str:
     """Hash, 64 hex digits, of a commit's record as stored: the commit's entry in the run's hash chain
     (stores/auditing/chain.py)."""
     return hashlib.sha256(record).hexdigest()
@@ -168,22 +169,21 @@ class BatchDigest:
 
     def add(
         self,
-        ids: tuple[int, int],
+        id_and_version: tuple[int, int],
         prompt: npt.NDArray[np.int32],
         response: npt.NDArray[np.int32],
         versions: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
-        numbers: tuple[float, float],
+        reward_and_advantage: tuple[float, float],
         branches: Sequence[ContextBranch] = (),
     ) -> None:
-        """Add a trajectory. ids: its id and v_traj. numbers: its reward and advantage. Other arguments as in
-        Trajectory."""
-        self._hash.update(_TWO_IDS.pack(*ids))
+        """Add a trajectory. id_and_version: its id and v_traj. Other arguments as in Trajectory."""
+        self._hash.update(_TWO_IDS.pack(*id_and_version))
         for array in (prompt, response, versions):
             self._hash.update(_LENGTH.pack(len(array)))
             self._hash.update(np.ascontiguousarray(array, "<i4").data)
         self._hash.update(np.ascontiguousarray(logprobs, "<f4").data)
-        self._hash.update(_TWO_NUMBERS.pack(*numbers))
+        self._hash.update(_TWO_NUMBERS.pack(*reward_and_advantage))
         if branches:
             self._hash.update(_LENGTH.pack(-len(branches)))
         for branch in branches:
@@ -202,9 +202,8 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     """Hash, 32 hex digits, of what a training step receives: (trajectory, advantage) in order."""
     digest = BatchDigest()
     for t, advantage in batch:
-        numbers = (t.reward, advantage)
-        ids = (t.id, t.v_traj)
-        digest.add(ids, t.prompt_tokens, t.response_tokens, t.versions, t.logprobs, numbers, t.branches)
+        arrays = (t.prompt_tokens, t.response_tokens, t.versions, t.logprobs)
+        digest.add((t.id, t.v_traj), *arrays, (t.reward, advantage), t.branches)
     return digest.hex
 
 
@@ -213,6 +212,13 @@ CODEC = Codec(
         RunHeader: ("sources",),
         LedgerState: ("sources", "tasks_in_flight"),
         StepRecord: ("inputs", "rows_fingerprint", "previous"),
-    }
+    },
+    stored_names={
+        RunHeader: {
+            "oversampled_group_size": "members_started",
+            "num_held_out": "held_out",
+            "max_prompt_tokens": "longest_prompt",
+        }
+    },
 )
 """Encodes headers and step records as the stores keep them."""

@@ -38,7 +38,7 @@ from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
 from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, ROW_COUNT_ARRAY, StoreReader, elements_per_file, num_rows
-from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, entry_of
+from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, chain_hash
 from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
@@ -248,7 +248,7 @@ class VersionedStore(StoreReader):
 
     def _last_entry(self, root: Any) -> str:
         count = self._num_commits(root)
-        return next((entry_of(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
+        return next((chain_hash(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
 
     def _append(self, root: Any, record: StepRecord, rows: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
@@ -279,7 +279,7 @@ class VersionedStore(StoreReader):
         )
         text = json.dumps(CODEC.encode(stored), separators=(",", ":")).encode()
         append_all(root.store, new_values | _pack_record(root, stored, text, arrays.rows["trajectory"]))
-        return stored, entry_of(text)
+        return stored, chain_hash(text)
 
 
 def _checks_to_keep(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:

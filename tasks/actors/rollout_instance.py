@@ -285,7 +285,7 @@ class RolloutInstance:
         try:
             responses: NewResponses = await call_actor(
                 server,
-                "other_responses",
+                "draft_responses",
                 running,
                 self._known_response_ids,
                 timeout_s=self._call_s,

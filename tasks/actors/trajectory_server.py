@@ -61,7 +61,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import BatchMessage
 
-SWITCH_S = 0.0005
+THREAD_SWITCH_S = 0.0005
 """Python's thread switch interval in this process, a tenth of the default: calls of instances are answered without
 delay while the store's thread computes."""
 
@@ -73,15 +73,18 @@ class TrajectoryServer:
     store_class: ClassVar[type[VersionedStore]] = VersionedStore
     """Class that opens and creates the store."""
 
-    def __init__(self, settings: ServerSettings, start_s: float) -> None:
-        sys.setswitchinterval(SWITCH_S)
-        # Seconds since the run's start, as the driver counts them.
-        self._clock_start_s = time.monotonic() - start_s
+    def __init__(self, settings: ServerSettings, elapsed_s: float) -> None:
+        """elapsed_s: seconds since the run's start, as the driver counts them."""
+        sys.setswitchinterval(THREAD_SWITCH_S)
+        self._clock_start_s = time.monotonic() - elapsed_s
+        """Start of the run, on this process's monotonic clock."""
         path, prompts = Path(settings.store), settings.prompts
         existing_store = self.store_class.open(path) if settings.resumed else None
         if existing_store is not None:
             prompts = replace(
-                prompts, held_out=existing_store.header.held_out, max_prompt_tokens=existing_store.header.longest_prompt
+                prompts,
+                num_held_out=existing_store.header.num_held_out,
+                max_prompt_tokens=existing_store.header.max_prompt_tokens,
             )
         self._settings = settings
         self._prompts: Prompts = prompts.build()
@@ -121,8 +124,9 @@ class TrajectoryServer:
         )
 
     async def resume(self, from_prompt: tuple[TrajectoryId, ...]) -> server_messages.RecoveredWork:
-        """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
-        their prompts."""
+        """Recover in-flight work after the store's last record, and commit that the run goes on if that changes the
+        ledger. Idempotent. from_prompt: trajectories that restart from their prompts. While the store's bucket fails,
+        the commit is retried for deadlines.commit_s. Raises StoreError."""
         started = in_flight_recovery.started_trajectories(self._in_flight)
         evaluation_groups = {t.group for t in self._in_flight.live.values() if is_evaluation(t.id)}
         resumed = self._resume_entry(from_prompt)
@@ -255,7 +259,7 @@ class TrajectoryServer:
         await self._async_spool.append(applied_entries)
         return num_tokens
 
-    async def other_responses(
+    async def draft_responses(
         self, running: tuple[TrajectoryId, ...], known_ids: frozenset[TrajectoryId]
     ) -> NewResponses:
         """Return responses to the prompts of running trajectories, for drafting. known_ids: ids of the responses that
@@ -417,6 +421,8 @@ class TrajectoryServer:
             versions: The v_traj of each trajectory, as decided by the ledger.
 
         Raises:
+            ConfigError: The scoring of too many of its responses failed (reward.max_error_share).
+            ProtocolViolation: The trajectories are not whole groups.
             StoreError: A trajectory has no reward. The driver has seen one, so it was lost with a server whose spool
                 could not be written.
         """

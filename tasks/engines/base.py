@@ -91,6 +91,7 @@ class EngineLoad:
 
     Args:
         version: Newest version that is served.
+        kv_tokens: Tokens in the contexts of all running requests, also of those outside the current batch.
         progress: (trajectory, number of tokens sampled in total).
         waiting: Number of running requests outside the current batch.
         preemptions: Number of preemptions since start, for lack of KV memory.

@@ -1,4 +1,4 @@
-"""Requests to hosted episodes and their results."""
+"""The keys of hosted episodes, and the results of their steps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class HostedStepResult:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward, by name."""
     error: str = ""
-    """One line on the environment's failure: it raised, hung, died or returned an invalid value. The episode has then
-    ended, and its reward is not used."""
+    """One line on a failure: the environment raised, hung, died or returned an invalid value, or scoring failed. The
+    episode has then ended, and its reward is not used."""
     lost: bool = False
     """Whether the only error is that this host does not have the episode and cannot repeat it: it must be restarted."""
     environment_s: float = 0.0

@@ -88,4 +88,4 @@ class Examples:
         )
         if settings.excluded is None:
             return source
-        return source.excluding_held_out(settings.prompts.held_out, settings.excluded.build())
+        return source.excluding_held_out(settings.prompts.num_held_out, settings.excluded.build())

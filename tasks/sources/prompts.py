@@ -53,7 +53,7 @@ class PromptSettings:
     """Tokens that the model can attend to."""
     kv_tokens: int
     """Tokens that an engine's cache can hold."""
-    held_out: int
+    num_held_out: int
     """Number of held-out prompts excluded from training."""
     max_prompt_tokens: int | None = None
     """Longer prompts are replaced by others; None: they raise an error. For an existing store it must be the value in
@@ -82,7 +82,7 @@ class PromptSettings:
         return replace(
             self,
             source=source.settings,
-            held_out=source.held_out,
+            num_held_out=source.num_held_out,
             max_new_tokens=source.max_new_tokens,
             max_prompt_tokens=self.max_prompt_tokens if source.settings.task.skip_long else None,
             sources=(),
@@ -163,7 +163,8 @@ class EmulatedPrompts:
 class TokenizedPrompts:
     """Prompts of a task source, encoded by the model's tokenizer. Thread-safe.
 
-    The mapping of group ids to prompts depends on `held_out`: for an existing store it must be the value in its header.
+    The mapping of group ids to prompts depends on `num_held_out`: for an existing store it must be the value in its
+    header.
     """
 
     def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
@@ -175,7 +176,7 @@ class TokenizedPrompts:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         self._concurrency = settings.source.concurrency
-        self._source: TaskSource = settings.source.build().excluding_held_out(settings.held_out)
+        self._source: TaskSource = settings.source.build().excluding_held_out(settings.num_held_out)
         if eval_prompts := frozenset(
             p
             for eval_set in settings.sets
@@ -196,7 +197,7 @@ class TokenizedPrompts:
     @property
     def held_out_set(self) -> frozenset[Prompt]:
         """The held-out prompts that are excluded from training."""
-        return held_out_prompts(self._source, self._settings.held_out)
+        return held_out_prompts(self._source, self._settings.num_held_out)
 
     def exclude(self, prompts: frozenset[Prompt]) -> None:
         """Exclude these prompts from training."""

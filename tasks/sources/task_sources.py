@@ -214,7 +214,7 @@ class NamedSource:
 
     name: str
     settings: SourceSettings
-    held_out: int
+    num_held_out: int
     """Number of its held-out prompts excluded from training."""
     max_new_tokens: int
     """Maximum number of tokens of a response to a prompt of this source."""

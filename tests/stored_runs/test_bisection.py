@@ -467,7 +467,7 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
         changed, table, consumed & (table["step"] == 3), np.zeros(len(consumed), bool), None, former
     )
     assert (expected != table["advantage"]).any()
-    with open_policy(offline.config, offline.config, 4, store.header.held_out, shared=False) as policy:
+    with open_policy(offline.config, offline.config, 4, store.header.num_held_out, shared=False) as policy:
         for step, positions in repeated_steps.select_consumed_rows(store, "").items():
             batch = [
                 row for row in repeated_steps.read_batch_rows(store, positions) if isinstance(row, EndedTrajectory)

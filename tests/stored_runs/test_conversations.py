@@ -134,7 +134,7 @@ def score_rows(run: StoredRun, reward: str, template: str = "{prompt}") -> rewar
     """Score all rows of a run again, with task.template set."""
     task = dataclasses.replace(run.config.task, template=template)
     config = reward_rescoring._replace_reward(dataclasses.replace(run.config, task=task), reward)
-    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
+    prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
     try:
         return reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)[1]
@@ -196,7 +196,7 @@ def test_rows_without_a_response_are_not_among_the_responses_that_failed(tmp_pat
 
 
 def test_the_turns_of_a_record_leave_its_task_source(run: StoredRun) -> None:
-    prompts = actor_settings.prompt_settings(run.config, held_out=0, longest_prompt=None).build()
+    prompts = actor_settings.prompt_settings(run.config, num_held_out=0, max_prompt_tokens=None).build()
     trajectory = next(iter(run.store.ended())).trajectory
     _, record = reward_rescoring._make_reward_item(prompts, trajectory, label_record("games", {"answer": "8"}))
     assert isinstance(record, LabelledRecord)

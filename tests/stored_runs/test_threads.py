@@ -292,7 +292,9 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     header = VersionedStore.open(stored / "store").header
     prompts = actor_settings.prompt_settings(
-        loading.load(folder / "config.toml"), held_out=header.held_out, longest_prompt=header.longest_prompt
+        loading.load(folder / "config.toml"),
+        num_held_out=header.num_held_out,
+        max_prompt_tokens=header.max_prompt_tokens,
     ).build()
     rows = []
     for i in range(ROWS):

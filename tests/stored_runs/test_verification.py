@@ -191,7 +191,7 @@ def test_a_run_of_an_earlier_version_is_readable_and_not_verified(
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
-        patch.setattr(versioned, "entry_of", lambda _: "")
+        patch.setattr(versioned, "chain_hash", lambda _: "")
         store_again(run_copy, VersionedStore.open(run_copy / "store").commits())
     result = verify_run(run_copy)
     assert not result.verified and not result.findings and not result.repeated_steps

@@ -67,7 +67,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     """Return a store of a run of a few steps without faults, with dropped trajectories and a remainder in flight."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     size, groups, eta = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
-    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, members_started=2)
+    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, oversampled_group_size=2)
     store = VersionedStore.create(folder, header)
     counts: Counter[str] = Counter()
     live: set[int] = set()
@@ -415,7 +415,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
         if sorted(sizes.values()) != [group_size] * 2
     ]
     expected += [(f"group {group}", f"consumed by steps {sorted(of)}") for group, of in groups.items() if len(of) > 1]
-    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, members_started=2)
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, oversampled_group_size=2)
     assert [(f.location, f.message) for f in consumed.findings(header, trained, tables)] == expected
 
 

@@ -21,7 +21,7 @@ from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
-from staleflow.stores.trajectories.records import entry_of
+from staleflow.stores.trajectories.records import chain_hash
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.stores.store_conformance import HEADER, ended, record
@@ -61,7 +61,7 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     assert report.entries[2] != entries[2]
     texts = store.record_texts(0, 99)
     assert json.loads(texts[0])["previous"] == store.first_entry
-    assert store.newest_entry == entry_of(texts[-1])
+    assert store.newest_entry == chain_hash(texts[-1])
     undone = next(iter(store.branches()))
     assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
 
@@ -86,7 +86,7 @@ def test_commits_without_a_chain_entry_are_counted_separately(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(layout, "fingerprint_rows", lambda *_: "")
         patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
-        patch.setattr(versioned, "entry_of", lambda _: "")
+        patch.setattr(versioned, "chain_hash", lambda _: "")
         store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
     report = check_chain(store)
     assert (report.num_commits, report.num_entries, report.findings, report.entries) == (1, 0, [], {})

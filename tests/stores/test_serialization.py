@@ -64,9 +64,15 @@ def test_weight_checks_are_read_back() -> None:
 
 
 def test_headers_with_added_or_missing_default_fields_decode() -> None:
-    header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, members_started=4)
+    header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, oversampled_group_size=4)
     plain = CODEC.encode(header)
-    assert plain | {"sources": ()} == dataclasses.asdict(header)
+    first_names = {
+        "oversampled_group_size": "members_started", "num_held_out": "held_out", "max_prompt_tokens": "longest_prompt"
+    }  # fmt: skip
+    expected = {first_names.get(name, name): value for name, value in dataclasses.asdict(header).items()}
+    assert plain | {"sources": ()} == expected
+    held_out = CODEC.decode({**plain, "held_out": 3, "longest_prompt": 9}, RunHeader)
+    assert (held_out.num_held_out, held_out.max_prompt_tokens) == (3, 9)
     assert CODEC.decode(CODEC.encode(mixed := dataclasses.replace(header, sources=("a", "b"))), RunHeader) == mixed
     assert CODEC.decode({**plain, "since": 1}, RunHeader) == header
     del plain["held_out"]  # as stores are that were written before there was one

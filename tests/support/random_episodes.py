@@ -175,7 +175,7 @@ def words(key: int, count: int) -> tuple[int, ...]:
 
 
 def server(plan: Plan, folder: Path) -> InMemoryServer:
-    header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, members_started=1)
+    header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, oversampled_group_size=1)
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
         commit_s=60.0,

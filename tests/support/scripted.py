@@ -185,9 +185,9 @@ def server_class(world: World) -> type[TrajectoryServer]:
     class InMemoryServer(TrajectoryServer):
         store_class: ClassVar[Any] = Stores
 
-        def __init__(self, settings: ServerSettings, start_s: float) -> None:
+        def __init__(self, settings: ServerSettings, elapsed_s: float) -> None:
             prompts = dataclasses.replace(settings.prompts, workload=PROMPTS)
-            super().__init__(dataclasses.replace(settings, prompts=prompts), start_s)
+            super().__init__(dataclasses.replace(settings, prompts=prompts), elapsed_s)
 
     return InMemoryServer
 

@@ -181,8 +181,8 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     ),
     "set_clock": (lambda scene: scene.server.set_clock(1.0), lambda nothing: nothing is None),
     "held_out_notice": (lambda scene: scene.server.held_out_notice(), lambda notice: notice == ""),
-    "other_responses": (
-        lambda scene: scene.server.other_responses((ZERO,), frozenset()), lambda new: not new.responses
+    "draft_responses": (
+        lambda scene: scene.server.draft_responses((ZERO,), frozenset()), lambda new: not new.responses
     ),
     "episode_states": (
         lambda scene: scene.server.episode_states([(ZERO, 1)]), lambda states: states[0].num_tokens == 9
@@ -491,7 +491,7 @@ async def test_a_commit_retried_after_a_failure_stores_the_step(
     assert await server.commit(record_of_step()) == {"commit_s": 0.0, **stored.metrics}
     assert len(server._store.commits()) == 1, "a repeated one is in the store once"
     assert not server._step_batches._batches, "stored rows are not kept"
-    (new,) = (await server.other_responses((TrajectoryId(3),), frozenset())).responses
+    (new,) = (await server.draft_responses((TrajectoryId(3),), frozenset())).responses
     assert new.responses == ((2, tuple(response(2, 9))),), "the stored response of its group"
 
 

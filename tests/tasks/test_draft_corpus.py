@@ -193,7 +193,7 @@ async def test_a_server_lost_during_a_draft_request_fails_nothing(tmp_path: Path
     world = World(length=lambda trajectory: 9)
 
     class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
-        async def other_responses(self, *_: object) -> NewResponses:
+        async def draft_responses(self, *_: object) -> NewResponses:
             raise ActorLost("connection closed", "server")
 
     config = Body(tmp_path).config("batch.group_size=2")
@@ -209,9 +209,9 @@ async def test_draft_requests_are_rate_limited(tmp_path: Path) -> None:
     world = World(length=lambda trajectory: 90)
 
     class Counting(server_class(world)):  # type: ignore[misc]  # a class that a function makes
-        async def other_responses(self, *args: Any) -> NewResponses:
+        async def draft_responses(self, *args: Any) -> NewResponses:
             requests.append(asyncio.get_running_loop().time())
-            answer: NewResponses = await super().other_responses(*args)
+            answer: NewResponses = await super().draft_responses(*args)
             return answer
 
     config = Body(tmp_path).config("batch.group_size=2")

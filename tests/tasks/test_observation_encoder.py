@@ -79,7 +79,7 @@ def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bo
     settings = PromptSettings(
         tokenizer=name,
         source=SourceSettings(task=TaskConfig(source=f"jsonl:{folder / 'rows.jsonl'}", chat=chat), seed=0),
-        max_new_tokens=10, context=10_000, kv_tokens=10_000, held_out=0,
+        max_new_tokens=10, context=10_000, kv_tokens=10_000, num_held_out=0,
     )  # fmt: skip
     return TokenizedPrompts(settings, ChatTokenizer(tokenizer))
 
@@ -245,8 +245,8 @@ def test_the_sources_of_agents_are_known_by_their_numbers(tmp_path: Path) -> Non
     settings = prompts(tmp_path)._settings
     named = [
         NamedSource(
-            name=source, settings=SourceSettings(task=TaskConfig(source=source), seed=0), held_out=0, max_new_tokens=10,
-            reward="",
+            name=source, settings=SourceSettings(task=TaskConfig(source=source), seed=0), num_held_out=0,
+            max_new_tokens=10, reward="",
         )
         for source in ("python:games.py:Game", "agent:agents.py:play")
     ]  # fmt: skip

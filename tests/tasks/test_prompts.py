@@ -38,7 +38,7 @@ def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
     path = job.parent / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in [*prompts, "0"]))
     config = loading.load(job, (f"task.source=jsonl:{path}", *overrides))
-    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8, longest_prompt=None))
+    return TokenizedPrompts(actor_settings.prompt_settings(config, num_held_out=8, max_prompt_tokens=None))
 
 
 def rendered(prompts: Prompts, index: int = 0) -> str:
@@ -71,7 +71,7 @@ def test_each_source_is_rendered_with_its_settings(tiny_model: Path, tmp_path: P
         "chat": {"source": f"jsonl:{path}", "chat": True, "eval_prompts": 0},
     }
     config = loading.from_tree({"model": {"path": str(tiny_model)}, "task": {"sources": sources}})
-    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None).build()
+    prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None).build()
     tasks = [prompts.tasks([1], source)[0] for source in (0, 1)]
     assert [prompts.text(prompts.encode(task)) for task in tasks] == ["so2", "-2;="]
     said = [Message("user", "3")]
@@ -136,5 +136,5 @@ def test_a_task_has_the_row_of_its_dataset(job: Path) -> None:
     assert {task.row for task in drawn} == {0, 3}
     assert all(task.prompt == rows[task.row] for task in drawn)
     generated = loading.load(job, ("task.source=reasoning_gym:chain_sum",))
-    numbered = TokenizedPrompts(actor_settings.prompt_settings(generated, held_out=8, longest_prompt=None))
+    numbered = TokenizedPrompts(actor_settings.prompt_settings(generated, num_held_out=8, max_prompt_tokens=None))
     assert [task.row for task in numbered.tasks([5, 3])] == [5, 3]

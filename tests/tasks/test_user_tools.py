@@ -136,7 +136,7 @@ def test_load_tool_derives_the_schema_from_the_function_signature(job: Path) -> 
         "required": ["word"],
         "additionalProperties": False,
     }
-    settings = actor_settings.prompt_settings(loading.load(job, ()), held_out=0, longest_prompt=None)
+    settings = actor_settings.prompt_settings(loading.load(job, ()), num_held_out=0, max_prompt_tokens=None)
     received = [json.loads(line) for line in settings.source.task.system.splitlines()[1:]]
     assert [item["function"]["name"] for item in received] == ["calculator", "lookup", "slow", "hangs", "breaks"]
     assert received[1]["function"]["parameters"] == tool.parameters
