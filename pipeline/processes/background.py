@@ -1,10 +1,11 @@
-"""Concurrent tasks: background tasks of a run, and several calls whose results are awaited together."""
+"""Concurrent tasks: background tasks of a run, several calls whose results are awaited together, and cleanups."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -47,3 +48,12 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def run_to_end(cleanup: Awaitable[None]) -> None:
+    """Run a cleanup to its end, and ignore cancellations meanwhile: the caller raises the first one afterwards."""
+    task = asyncio.ensure_future(cleanup)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+    task.result()

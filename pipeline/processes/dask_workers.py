@@ -29,6 +29,7 @@ from staleflow.pipeline.config.local_gpus import read_devices, use_devices
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.size_plan import place_locally, tensor_parallel
 from staleflow.pipeline.processes import local_cluster
+from staleflow.pipeline.processes.background import run_to_end
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, StaleflowError
@@ -441,7 +442,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)
             await ensure(client)
         except BaseException:
-            await local.close()
+            await run_to_end(local.close())
             raise
     else:
         client = await _cluster_of(config, security).client(

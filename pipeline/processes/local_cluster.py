@@ -28,6 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any
 
+from staleflow.pipeline.processes.background import run_to_end
+
 WORKER_MODULES = ("distributed.nanny", "staleflow.stores.trajectories.versioned")
 """Modules that every worker process needs."""
 ACTOR_MODULES = (
@@ -197,10 +199,7 @@ async def start(
         try:
             local = await asyncio.shield(start_task)
         except BaseException:
-            close_task = asyncio.ensure_future(_close_once_started(cluster, start_task))
-            while not close_task.done():
-                with contextlib.suppress(asyncio.CancelledError):  # a second cancellation
-                    await asyncio.wait([close_task])
+            await run_to_end(_close_once_started(cluster, start_task))
             raise
     if not dashboard:
         _close_http_server(local)

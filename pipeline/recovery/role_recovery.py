@@ -10,8 +10,8 @@ Invariants:
 - A restored trainer has the last published weights, as their fingerprint proves. It repeats the steps since its resume
   point, on the same rows in the same order. If this gives other weights, because kernels are not deterministic, the run
   ends with an error. Resuming it trains those steps again, so that the store has one history.
-- While a run trains, a role's process that does not reply for deadlines.silent_s is lost, even during a call with a
-  longer deadline. While the role is being restored, only the deadlines of its calls apply.
+- Once all actors are placed, a role's process that does not reply for deadlines.silent_s is lost, even during a call
+  with a longer deadline. While the role is being restored, only the deadlines of its calls apply.
 - The trainer's ranks are one role: the loss of one rank is the loss of all (trainer_group.py).
 - A loss counts like any other: too many within an hour end the run, and so does one without a free worker.
 """
