@@ -101,6 +101,7 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
 def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for name in (
@@ -124,7 +125,7 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         reasons = {r.partition(":")[2]: n for r, n in stats.endings.items() if r != "consumed" and "run_ended" not in r}
         discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         table.add_row(
-            label,
+            Text(label),
             f"{stats.steady_tokens_per_s:,.0f}",
             f"{stats.steady_tokens_per_s / baseline_tokens_per_s:.2f}",
             f"{stats.step_s:.1f}",

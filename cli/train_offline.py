@@ -82,7 +82,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
             if quiet:
                 return
             if "say" in event:
-                console.print(event["say"], highlight=False, soft_wrap=True)
+                console.print(event["say"], highlight=False, markup=False, soft_wrap=True)
             if "metrics" in event:
                 m, num_done, total = event["metrics"], event["done"], event["total"]
                 kl = f"  KL {m['kl_rollout']:.2g}" if "kl_rollout" in m else ""

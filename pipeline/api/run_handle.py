@@ -22,6 +22,7 @@ from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute
+from staleflow.pipeline.jobs.reporter import WarningHandler
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import ConfigError
@@ -226,9 +227,8 @@ class RunHandle:
     def _printing_warnings(self) -> Iterator[None]:
         """Meanwhile, print what this run's driver warns of: a run's own log has a handler, so Python prints nothing."""
         driver, log = threading.get_ident(), logging.getLogger("staleflow")
-        handler = logging.Handler(logging.WARNING)
+        handler = WarningHandler(lambda message: self._progress.print(f"warning: {printable(message)}"))
         handler.addFilter(lambda record: record.thread == driver)
-        handler.emit = lambda record: self._progress.print(f"warning: {printable(record.getMessage())}")  # type: ignore[method-assign]
         log.addHandler(handler)
         try:
             yield

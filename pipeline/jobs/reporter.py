@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,20 @@ REPORT_S = 0.5
 MAX_DECISIONS = 30
 """Number of latest decisions in a report."""
 CODEC = Codec()
+
+
+class WarningHandler(logging.Handler):
+    """A log handler that passes the messages of warnings and errors to a function. write: called with each."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(record.getMessage())
+        except Exception:  # noqa: BLE001  of whoever wrote the call
+            self.handleError(record)
 
 
 class Reporter(RunListener):
@@ -97,8 +111,7 @@ class Reporter(RunListener):
     @contextlib.contextmanager
     def capturing_warnings(self) -> Iterator[None]:
         """Context manager: appends logged warnings to the run's log."""
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.on_line(record.getMessage())  # type: ignore[method-assign]
+        handler = WarningHandler(self.on_line)
         logging.getLogger("staleflow").addHandler(handler)
         try:
             yield

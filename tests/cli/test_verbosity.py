@@ -23,7 +23,7 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs import execution
 from staleflow.pipeline.jobs.execution import RunEnd
-from staleflow.pipeline.jobs.reporter import Reporter
+from staleflow.pipeline.jobs.reporter import Reporter, WarningHandler
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
 from tests.commands import command
@@ -152,12 +152,12 @@ def test_log_lines_are_complete_above_a_live_view() -> None:
 
 
 def test_a_malformed_log_call_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    written = io.StringIO()
-    handler = ConsoleHandler(Console(file=written), logging.INFO)
-    for argument in ("one", 1):
-        handler.handle(logging.makeLogRecord({"name": "staleflow", "msg": "step %d", "args": (argument,)}))
-    assert [line.partition("staleflow: ")[2] for line in written.getvalue().splitlines()] == ["step 1"]
-    assert "--- Logging error ---" in capsys.readouterr().err
+    written, messages = io.StringIO(), list[str]()
+    for handler in (ConsoleHandler(Console(file=written), logging.INFO), WarningHandler(messages.append)):
+        for argument in ("one", 1):
+            handler.handle(logging.makeLogRecord({"name": "staleflow", "msg": "step %d", "args": (argument,)}))
+        assert "--- Logging error ---" in capsys.readouterr().err
+    assert [line.partition("staleflow: ")[2] for line in written.getvalue().splitlines()] == messages == ["step 1"]
 
 
 def test_names_with_brackets_are_shown_as_they_are() -> None:
