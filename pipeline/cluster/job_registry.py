@@ -87,7 +87,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "report": self.report, "stop": self.request_stop, "jobs": self.all_jobs, "lines": self.lines,
             "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage, "placement_text": self.placement_text,
             "visible_devices": self.visible_devices, "claim_gpus": self.claim_gpus,
-            "retire": self.request_retirement, "take_retirements": self.take_retirements,
+            "retire": self.request_retirement, "retirements": self.retirements,
             "surplus_to_return": self.surplus_to_return, "return_worker": self.return_worker,
         }  # fmt: skip
         if verb not in verbs:
@@ -459,13 +459,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.retirements.append(worker)
         return job.state
 
-    def take_retirements(self, id: str) -> list[str]:
-        """Return the workers that a job was asked to retire since the last call."""
+    def retirements(self, id: str, received: Sequence[str]) -> list[str]:
+        """Return the workers that a job is asked to retire. received: those of replies that its driver has got, which
+        are removed first; the reply itself may be lost."""
         job = self.jobs.get(id)
         if job is None:
             return []
-        addresses, job.retirements = job.retirements, []
-        return addresses
+        job.retirements = [worker for worker in job.retirements if worker not in received]
+        return list(job.retirements)
 
     def surplus_to_return(self, id: str) -> list[str]:
         """Return the workers that a job does not need and should release so that another job can start."""

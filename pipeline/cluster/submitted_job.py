@@ -32,7 +32,7 @@ class Job:
     stop: str = ""
     """Reason of a request to stop; empty if there is none."""
     retirements: list[str] = field(default_factory=list)
-    """Addresses of workers that the job should retire; empty once its driver has read them."""
+    """Addresses of workers that the job should retire, until its driver has received them."""
     status: PlainDict = field(default_factory=dict)
     history: dict[int, PlainDict] = field(default_factory=dict)
     """Metrics of each training step."""

@@ -66,6 +66,9 @@ class Reporter(RunListener):
         self._unsent_steps: list[dict[str, float]] = []
         """Lines and steps that the run folder has, but not the registry, because a request failed."""
         self._phase = ""
+        self._received_retirements: list[str] = []
+        """Workers to retire that the registry may still list."""
+        self._is_registry_lost = False
 
     def on_line(self, text: str) -> None:
         """Append a line to the log."""
@@ -123,9 +126,11 @@ class Reporter(RunListener):
         while True:
             try:
                 stop_reason = await self._exchange(driver, workers)
-            except OSError as error:  # one lost request; the next round sends its lines and steps too
-                logger.warning("the job registry did not answer: %s", error)
-                stop_reason = ""
+                self._is_registry_lost = False
+            except OSError as error:  # a lost request; the next round sends its lines and steps too
+                if not self._is_registry_lost:  # else each round of an outage would add a line to the log
+                    logger.warning("the job registry did not answer: %s", error)
+                self._is_registry_lost, stop_reason = True, ""
             if stop_reason:
                 driver.stop(stop_reason)
                 return
@@ -145,7 +150,10 @@ class Reporter(RunListener):
             "tokens_sampled": driver.tokens_sampled(),
             "kept_tokens": driver.kept_tokens(),
         }
-        for worker in await job_registry.ask(workers.client, "take_retirements", id=self.id):
+        received = self._received_retirements
+        listed = await job_registry.ask(workers.client, "retirements", id=self.id, received=received)
+        self._received_retirements = listed
+        for worker in listed:
             self._log(driver.retire(worker) or f"retiring {worker}")
         if workers.shared:
             for worker in await job_registry.ask(workers.client, "surplus_to_return", id=self.id):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.job_registry import JobRegistry
+from staleflow.pipeline.cluster.submitted_job import Job
 from staleflow.pipeline.jobs import execution, job_driver
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
@@ -38,6 +40,9 @@ class DriverStub:
     def kept_tokens(self) -> dict[str, int]:
         return {}
 
+    def retire(self, worker: str) -> str:
+        return f"{worker} leaves"
+
     def stop(self, reason: str) -> None:
         self.report.stopped = reason
         self._end.set_result(None)
@@ -57,11 +62,13 @@ class DriverStub:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: Callable[[int, dict[str, Any]], str]) -> Any:
     """Run a driver whose reports get these replies, by number of the report."""
     num_reports = 0
+    registry = JobRegistry()
+    registry.jobs["job"] = Job("job", "job", str(tmp_path), 3, 0.0, retirements=["tcp://host:1"])
 
     async def ask(client: Any, verb: str, **arguments: Any) -> Any:
         nonlocal num_reports
         if verb != "report":
-            return []
+            return registry.retirements("job", arguments["received"])
         num_reports += 1
         return reply(num_reports, arguments)
 
@@ -91,6 +98,7 @@ def test_a_lost_report_is_sent_again_and_a_later_cancel_stops_the_run(
 
     assert run(tmp_path, monkeypatch, reply).stopped == "cancelled"
     assert (received.count("first"), steps) == (1, [{"step": 0.0}])
+    assert received.count("tcp://host:1 leaves") == 1
 
 
 def test_an_error_of_the_reports_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
