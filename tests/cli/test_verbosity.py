@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from staleflow.cli import train_offline
 from staleflow.cli.display import ConsoleHandler, Display, logging_to
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
@@ -171,6 +172,12 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     display.summarize(RunEnd(run_dir=Path("[/r]"), summary=summary, stopped=""))
     for text in ("[/x]", "(loading [/m])", "1 [/of] 2", "[/a] is zero", "[/r]/summary.png"):
         assert text in written.getvalue()
+
+
+def test_lines_about_a_training_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with train_offline.progress(quiet=False) as report:
+        report({"say": "with training.targets = [/q]: 0.125"})
+    assert "with training.targets = [/q]: 0.125" in capsys.readouterr().err
 
 
 def test_a_pipe_gets_a_line_on_the_next_step_after_half_a_minute_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
