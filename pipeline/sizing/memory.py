@@ -118,10 +118,10 @@ GRAPH_BYTES = 1_000_000_000
 """Estimated bytes of vLLM's CUDA graphs."""
 MARGIN = 0.05
 """Share of a GPU's memory that is left free, because fragmented memory cannot be used."""
-STORAGE_FACTOR = 2.25
-"""Tokens that the storage of the transformers engine has room for, for each token of kv_tokens: the most that was
-measured, when responses of many lengths filled the cache (tests/tasks/test_row_storage.py). vLLM allocates
-kv_tokens."""
+STORAGE_FACTOR = 2.5
+"""Tokens that the storage of the transformers engine has room for, for each token of kv_tokens. Not a proven bound,
+which is 4: the most that was measured is 2.45, when responses of many lengths filled a cache of 20,000 tokens
+(tests/tasks/test_row_storage.py); it may be more in a smaller cache. vLLM allocates kv_tokens."""
 LOGIT_BYTES = 4 * 2**29
 """Bytes of four copies of a chunk's logits on a GPU: GPU_CHUNK_BYTES of tasks/training/lm_head.py each."""
 RESUME_POINT_BYTES = 12

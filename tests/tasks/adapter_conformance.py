@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request
 
 LORA = LoraConfig(rank=3, alpha=6)
 SERVED = 3
+TOLERANCE = 2e-4
+"""Maximum difference of a logprob from that of a plain forward pass, nats."""
 
 
 def linear_layers(model: torch.nn.Module) -> list[AdapterLayer]:
@@ -78,7 +81,7 @@ class AdapterVersions:
         assert {segment.version for segment in sampled.segments} == {version}
         tokens = [*asked.tokens, *tokens_of(sampled)]
         expected = self.logprobs(version, tokens)[len(asked.tokens) - 1 :]
-        np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
+        np.testing.assert_allclose(logprobs_of(sampled), expected, atol=TOLERANCE)
 
 
 class AdapterEngineTests:
@@ -91,6 +94,13 @@ class AdapterEngineTests:
     @pytest.fixture
     def engine(self) -> Engine:
         raise NotImplementedError
+
+    def test_versions_differ_by_more_than_the_tolerance(self, versions: AdapterVersions) -> None:
+        """Otherwise the other tests would not notice tokens of another version."""
+        tokens = [*PROMPT, 5, 6, 7, 8]
+        logprobs = [np.asarray(versions.logprobs(version, tokens)) for version in range(21)]
+        for first, second in itertools.combinations(logprobs, 2):
+            assert np.abs(first - second).max() > 10 * TOLERANCE
 
     def test_requests_finish_under_the_version_they_started_with(
         self, engine: Engine, versions: AdapterVersions
@@ -132,7 +142,7 @@ class AdapterEngineTests:
         requests = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
         engine.submit(list(requests.values()))
         tokens = [3, 4, 5, 6, 7]
-        np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=2e-4)
+        np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=TOLERANCE)
         finished = collect(engine, len(requests))
         for number, (_, version) in kinds.items():
             versions.check(requests[number], finished[number], version)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,21 @@ class SlowPolicy(Weights):
         super().end_save()
 
 
+async def wait_until_waiting(actor: Trainer, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[asyncio.Task[Any]]:
+    """Start calls, and wait until each waits for the resume point, or one has ended."""
+    waiting, wait_for_save = asyncio.Semaphore(0), actor._wait_for_save
+
+    async def wait() -> None:
+        waiting.release()
+        await wait_for_save()
+
+    actor._wait_for_save = wait  # type: ignore[method-assign]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    for _ in calls:
+        await asyncio.wait({*tasks, asyncio.ensure_future(waiting.acquire())}, return_when=asyncio.FIRST_COMPLETED)
+    return tasks
+
+
 async def test_a_repeated_step_with_other_weights_gets_no_resume_point(tmp_path: Path) -> None:
     policy = SlowPolicy()
     policy.free.set()
@@ -174,8 +189,7 @@ async def test_training_continues_while_a_resume_point_is_written(tmp_path: Path
         assert await actor.version() == step
         assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
     assert (policy.begun, policy.ended, actor._resume_points.versions()) == (1, 0, [])
-    fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
-    await asyncio.sleep(0.2)
+    (fourth,) = await wait_until_waiting(actor, [actor.train(Server(), 3, (), ())])
     assert not fourth.done() and await actor.version() == 3
     policy.free.set()
     metrics = (await fourth).metrics
@@ -191,11 +205,10 @@ async def test_resume_points_are_written_one_at_a_time_beside_a_checkpoint(tmp_p
     policy = SlowPolicy()
     actor = trainer(tmp_path, policy)
     await actor.train(Server(), 0, (), ())
-    checkpoint = asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "checkpoint")))
-    await asyncio.sleep(0)
-    step = asyncio.ensure_future(actor.train(Server(), 1, (), ()))
-    await asyncio.sleep(0.2)
-    assert (policy.begun, step.done(), checkpoint.done()) == (1, False, False)
+    checkpoint, step = await wait_until_waiting(
+        actor, [actor.save_checkpoint(str(tmp_path / "checkpoint")), actor.train(Server(), 1, (), ())]
+    )
+    assert not step.done() and not checkpoint.done()
     policy.free.set()
     assert await checkpoint
     assert (await step).metrics["resume_wait_s"] > 0
@@ -236,7 +249,8 @@ async def test_a_failed_resume_point_raises_once_in_the_next_call_of_any_kind(tm
     for step in range(5 + late):
         await actor.train(Server(), step, (), ())
     policy.free.set()
-    await asyncio.sleep(0.2)
+    assert actor._save_task is not None
+    await asyncio.wait({actor._save_task})
     with pytest.raises(StoreError, match=r"No space left.*training.resume_every"):
         await actor.train(Server(), 5 + late, (), ())
     await actor.train(Server(), 5 + late, (), ())
