@@ -62,7 +62,8 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
     if runs_here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
-        check_bucket(config.store_url, must_be_new=not (config.run_dir / "store").exists())
+        header = actor_settings.run_header(user_files.with_absolute_paths(config))
+        check_bucket(header.url, None if (config.run_dir / "store").exists() else header.job)
     _check_steps(config)
     if not config.has_texts:
         user_files.check(config)

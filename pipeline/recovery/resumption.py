@@ -16,27 +16,10 @@ from staleflow.pipeline.recovery.run_folder import load_job, require_run, write_
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.metrics import with_rates
-from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectories.records import CHANGEABLE_KEYS, RunHeader
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-CHANGEABLE_KEYS = (
-    "steps",
-    "rollout.instances",
-    "rollout.max_instances",
-    "rollout.min_instances",
-    "cluster.",
-    "deadlines.",
-    "training.checkpoint_every",
-    "training.keep_every",
-    "evaluation.every",
-    "evaluation.max_slot_share",
-    "training.ranks",
-    "training.resume_every",
-    "training.schedule_steps",
-)
-"""Keys that `staleflow resume --set` may change: where and how long a run runs, not the result of its stored steps. The
-number of ranks changes only the rounding of later steps."""
 REMEDY = "free space or move the run's folder"
 
 

@@ -15,6 +15,24 @@ from staleflow.stores.serialization import Codec
 from staleflow.stores.trajectory import Trajectory
 from staleflow.stores.weights.weight_report import WeightCheck
 
+CHANGEABLE_KEYS = (
+    "steps",
+    "rollout.instances",
+    "rollout.max_instances",
+    "rollout.min_instances",
+    "cluster.",
+    "deadlines.",
+    "training.checkpoint_every",
+    "training.keep_every",
+    "evaluation.every",
+    "evaluation.max_slot_share",
+    "training.ranks",
+    "training.resume_every",
+    "training.schedule_steps",
+)
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not the result of its stored steps. The
+number of ranks changes only the rounding of later steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:

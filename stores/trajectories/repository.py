@@ -15,7 +15,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ import icechunk
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text
 from staleflow.stores.s3_url import split_url
+from staleflow.stores.trajectories.records import CHANGEABLE_KEYS
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -73,35 +75,51 @@ def creating_repository(path: Path, url: str = "", job: str = "") -> Iterator[An
     flush_and_rename(tmp_path, path)
 
 
-def check_bucket(url: str, *, must_be_new: bool) -> None:
-    """Raise ConfigError if a store's bucket does not answer, with must_be_new also if it has a run's store already."""
+def check_bucket(url: str, new_job: str | None) -> None:
+    """Raise ConfigError if a store's bucket does not answer, or if a store of `new_job` cannot be created at the URL.
+    new_job: as RunHeader.job; None: the store exists."""
     problem, remedy = (
         f"store = {url!r}: the bucket cannot be used",
         "check the name, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID",
     )
     with raised_as(ConfigError, problem, icechunk.IcechunkError, OSError, remedy=remedy, describe=one_line):
         check_endpoint()
-        if icechunk.Repository.exists(bucket_storage(url)) and must_be_new:
-            _unused_repository(url)
+        if icechunk.Repository.exists(bucket_storage(url)) and new_job is not None:
+            _unused_repository(url, new_job)
 
 
-def _unused_repository(url: str, job: str = "") -> Any:
+def _unused_repository(url: str, job: str) -> Any:
     """Open the repository at a URL, or create it if it is not there. Raises ConfigError if a run has committed to it,
-    or if another job has created its store there. job: the job file; empty if any may have."""
+    or if the run of another job has created its store there. job: as RunHeader.job."""
     storage = bucket_storage(url)
     if not icechunk.Repository.exists(storage):
         return icechunk.Repository.create(storage, config=_config())
     repository = icechunk.Repository.open(storage, config=_config())
     kinds = {str(snapshot.metadata.get("kind", "")) for snapshot in repository.ancestry(branch=MAIN)}
-    is_used = bool(kinds - {"", CREATED}) or repository.list_branches() != {MAIN}  # undone steps are on other branches
-    if not is_used and job and CREATED in kinds:
+    if kinds - {"", CREATED} or repository.list_branches() != {MAIN}:  # undone steps are on other branches
+        raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
+    if CREATED in kinds:
         import zarr
 
         attributes: Any = zarr.open_group(repository.readonly_session(MAIN).store, mode="r").attrs
-        is_used = attributes["header"].get("job") != job
-    if is_used:
-        raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
+        stored_job = attributes["header"].get("job", "")
+        if _fixed_values(tomllib.loads(stored_job)) != _fixed_values(tomllib.loads(job)):
+            raise ConfigError(
+                f"{url}: another job has created its store there, without trajectories so far; choose another name, or "
+                "delete what is there if no run needs it"
+            )
     return repository
+
+
+def _fixed_values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a job by dotted key, without those that may change between two starts of a run."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            values |= _fixed_values(value, f"{prefix}{name}.")
+        elif not f"{prefix}{name}".startswith(CHANGEABLE_KEYS):
+            values[f"{prefix}{name}"] = value
+    return values
 
 
 def branch_names(repository: Any) -> set[str]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.jobs.test_resume import until_step
 from tests.runtime.test_run import check
+from tests.stores.store_conformance import HEADER
 from tests.support import forking
 
 LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
@@ -50,9 +52,18 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "the bucket cannot be used: The specified bucket does not exist" in wrong.stderr
     assert not folder.exists()
+    VersionedStore.create(tmp_path / "failed", replace(HEADER, url=url, job="seed = 9"))
+    other = command("run", bucket_job.file, *LOCAL, "--store", URL)
+    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    assert "another job has created its store there, without trajectories so far; choose another name, or delete" in (
+        other.stderr
+    )
+    assert not folder.exists()
+    url = f"{URL}/other/{bucket_job.run_dir.name}"
 
     sets = ("--set", "steps=400", *LOCAL)
-    start = [sys.executable, "-m", "staleflow.cli.main", "run", str(bucket_job.file), "--store", URL, *sets]
+    stores = url.rpartition("/")[0]
+    start = [sys.executable, "-m", "staleflow.cli.main", "run", str(bucket_job.file), "--store", stores, *sets]
     with forking.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         until_step(process, 3)
         os.killpg(process.pid, signal.SIGKILL)
@@ -70,14 +81,14 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
         assert (row["run"], row["steps"], row["state"]) == (name, trained + 2, "ended")
     shown = command("store", "show", url, "--trajectory", 3, "--json")
     assert json.loads(shown.stdout)[0]["trajectory"] == 3, shown.stderr
-    repeated = command("run", bucket_job.file, "--store", URL, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
+    repeated = command("run", bucket_job.file, "--store", stores, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
     assert (repeated.returncode, repeated.stderr.count("\n")) == (2, 1)
     assert "there is a run's store already" in repeated.stderr
     for verb in ("resume", "replay"):
         refused = command(verb, url)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "a bucket has only the store; name the run's folder" in refused.stderr
-    missing = command("store", "audit", f"{URL}/nothing")
+    missing = command("store", "audit", f"{stores}/nothing")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 

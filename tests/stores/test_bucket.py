@@ -92,14 +92,18 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
     header = replace(HEADER, url=url)
     VersionedStore.create(tmp_path / "store", header)
     (tmp_path / "store").unlink()  # as after a kill before the path led to it
-    check_bucket(url, must_be_new=True)
-    with pytest.raises(ConfigError, match="there is a run's store already"):
-        VersionedStore.create(tmp_path / "other", replace(header, job="steps = 9"))
-    store = VersionedStore.create(tmp_path / "store", header)
+    resumed = 'steps = 9\n[cluster]\nkind = "file"'
+    check_bucket(url, resumed)
+    another = "steps = 9\n[training]\nlearning_rate = 0.1"
+    for create in (check_bucket, lambda _, job: VersionedStore.create(tmp_path / "other", replace(header, job=job))):
+        with pytest.raises(ConfigError, match="another job has created its store there, without trajectories so far;"):
+            create(url, another)
+    store = VersionedStore.create(tmp_path / "store", replace(header, job=resumed))
+    assert store.header.job == resumed
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
-    check_bucket(url, must_be_new=False)
+    check_bucket(url, None)
     with pytest.raises(ConfigError, match="there is a run's store already; choose another name"):
-        check_bucket(url, must_be_new=True)
+        check_bucket(url, "")
     with pytest.raises(ConfigError, match="there is a run's store already"):
         VersionedStore.create(tmp_path / "other", header)
     assert not (tmp_path / "other").exists()
@@ -110,16 +114,16 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
 
 def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="the bucket cannot be used: The specified bucket does not exist; check the"):
-        check_bucket("s3://nobodys-bucket/run", must_be_new=True)
+        check_bucket("s3://nobodys-bucket/run", "")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(
         ConfigError, match=r"cannot be used: \[Errno 111\] Connection refused; check .*AWS_ENDPOINT_URL"
     ):
-        check_bucket(url, must_be_new=True)
+        check_bucket(url, "")
     for endpoint in ("http://h:abc", "http://[h", "h:9000"):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         with pytest.raises(ConfigError, match="is no endpoint of a bucket; set AWS_ENDPOINT_URL like http"):
-            check_bucket(url, must_be_new=True)
+            check_bucket(url, "")
     for wrong in ("s3://bucket", "s3://bucket/", "s3:///prefix", "gs://bucket/prefix", "runs"):
         with pytest.raises(ConfigError, match="name one as s3://BUCKET/PREFIX"):
             split_url(wrong)
