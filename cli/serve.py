@@ -135,10 +135,11 @@ def evaluate(
     as_json: bool,
 ) -> None:
     """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder. lm-eval loads the model by
-    transformers."""
+    transformers. The figures of a run's checkpoint are kept in its folder."""
     quiet_libraries()
+    from staleflow.pipeline.runtime.evaluation_results import write_suite
     from staleflow.pipeline.stored_runs.serving import make_serving_plan
-    from staleflow.pipeline.stored_runs.suites import SuiteSettings, check_lm_eval, run_suite
+    from staleflow.pipeline.stored_runs.suites import SuiteSettings, as_evaluations, check_lm_eval, run_suite
     from staleflow.stores.errors import ConfigError
 
     task_names = tuple(filter(None, (name.strip() for name in tasks.split(","))))
@@ -151,6 +152,11 @@ def evaluate(
     )
     announce(f"{', '.join(task_names)} by lm-eval on {plan.label}")
     figures = run_suite(settings, python)
+    checkpoint = Path(plan.config.model.path)
+    is_run = (Path(target) / "config.toml").is_file()
+    evaluations = as_evaluations(figures, settings, int(checkpoint.name.rpartition("-")[2])) if is_run else []
+    if evaluations:
+        announce(f"stored in {write_suite(Path(target), evaluations)}: `compare` and the run page show it")
     if as_json:
         print_json(figures)
         return

@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.journal import PART_HEADING, list_files, op
 from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites
 from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
 from staleflow.stores.auditing.drop_bias import compute_bias
 from staleflow.stores.auditing.weight_counts import count_outcomes
@@ -208,8 +208,8 @@ class RunReader:
         return f"the tokenizer of model.path = {self.config.model.path!r} cannot be loaded: token ids are shown"
 
     def evaluations(self) -> list[Evaluation]:
-        """Rewards on held-out prompts so far. Raises StoreError."""
-        return read_evaluations(self.run_dir)
+        """Rewards on held-out prompts so far, and figures of benchmark tasks. Raises StoreError."""
+        return [*read_evaluations(self.run_dir), *read_suites(self.run_dir)]
 
     def summary(self) -> dict[str, Any]:
         """The run's summary; empty if the run has not ended, or it cannot be read."""

@@ -40,7 +40,12 @@ from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
 from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
-from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, keep_up_to_version, read_evaluations
+from staleflow.pipeline.runtime.evaluation_results import (
+    explain_not_comparable,
+    keep_up_to_version,
+    read_evaluations,
+    remove_suites_after,
+)
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.pipeline.runtime.membership import Membership
 from staleflow.pipeline.runtime.progress_watch import ProgressWatch
@@ -212,6 +217,7 @@ class Driver:
         self.report.steps += self._resumption.steps
         evaluations = read_evaluations(self._run_dir)
         self.report.evaluations += keep_up_to_version(evaluations, self._resumption.version)
+        remove_suites_after(self._run_dir, self._resumption.version)
         return await self._restore_in_flight()
 
     async def _restore_in_flight(self) -> events.RunResumed:

@@ -4,11 +4,13 @@ Each number comes with its basis: the number of distinct prompts, the responses 
 the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
 
 RUN/evaluations/VERSION.json has the rewards of each prompt. It is written before the evaluation is listed in
-evaluations.json, so what a resumed run evaluates again replaces it.
+evaluations.json, so what a resumed run evaluates again replaces it. RUN/evaluations/suite-VERSION-ID.json has the
+figures of benchmark tasks that were run on a checkpoint afterwards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -211,6 +213,33 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
         value = json.loads(path.read_text()) if path.is_file() else []
     with raised_as(StoreError, f"{path}: is not a list of evaluations", ValueError, remedy=remedy):
         return CODEC.decode(value, list[Evaluation])
+
+
+def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
+    """Write the figures of benchmark tasks on one checkpoint, in place of earlier ones of the same tasks. Returns the
+    file. Raises StoreError."""
+    folder, version = run_dir / FOLDER, evaluations[0].version
+    folder.mkdir(exist_ok=True)
+    id = hashlib.sha256("\n".join(e.name for e in evaluations).encode()).hexdigest()[:8]
+    path = folder / f"suite-{version:06d}-{id}.json"
+    replace_text(path, json.dumps([asdict(e) for e in evaluations]) + "\n", "free space or move the run's folder")
+    return path
+
+
+def read_suites(run_dir: Path) -> list[Evaluation]:
+    """Read the figures of benchmark tasks on a run's checkpoints. Raises StoreError."""
+    evaluations: list[Evaluation] = []
+    for path in sorted((run_dir / FOLDER).glob("suite-*.json")):
+        with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy="remove it"):
+            evaluations += CODEC.decode(json.loads(path.read_text()), list[Evaluation])
+    return evaluations
+
+
+def remove_suites_after(run_dir: Path, version: int) -> None:
+    """Remove the figures of benchmark tasks on later versions than the one that a run resumes from."""
+    for path in (run_dir / FOLDER).glob("suite-*.json"):
+        if int(path.name.split("-")[1]) > version:
+            path.unlink(missing_ok=True)
 
 
 def keep_up_to_version(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:

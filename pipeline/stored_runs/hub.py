@@ -12,7 +12,7 @@ from staleflow.pipeline.config import knob_tree
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, run_folder
 from staleflow.pipeline.recovery.run_folder import find_checkpoint
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -93,6 +93,7 @@ def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
         "## Evaluation",
         "",
         *_evaluations([e for e in read_evaluations(run_dir) if e.version <= version]),
+        *_suites([e for e in read_suites(run_dir) if e.version <= version]),
         "",
         "## Settings",
         "",
@@ -129,6 +130,13 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for e in evaluations:
         yield f"| {e.version} | {e.name} | {e.basis} | {e.sampled_text} | {e.greedy_text} |"
+
+
+def _suites(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """A table of benchmark tasks."""
+    if evaluations:
+        yield from ("", "Benchmark tasks by lm-eval:", "", "| version | task and metric | value |", "|---|---|---|")
+        yield from (f"| {e.version} | {e.name} | {e.greedy_text} |" for e in evaluations)
 
 
 def _settings(config: RunConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards, read_suites
 from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
 from staleflow.stores.trajectories.reader import StoreReader
 
@@ -54,7 +54,7 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
 
 def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
     facts = []
-    for evaluation in read_evaluations(run_dir):
+    for evaluation in (*read_evaluations(run_dir), *read_suites(run_dir)):
         if evaluation.mean_reward is not None and evaluation.version <= num_steps:
             stderr = evaluation.sampled_stderr if evaluation.samples else evaluation.greedy_stderr
             prompts = read_rewards(run_dir, evaluation.version).get(evaluation.name, {})

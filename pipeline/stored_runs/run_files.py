@@ -26,8 +26,8 @@ NOT_COVERED = {
     "`staleflow replay` checks them": ("events*",),
     "it has only uncommitted work": ("spool",),
     "no weights are computed from them": (
-        "bisect-*.html", "evaluations*", "job.json", "job.log", "job.txt", "rows.jsonl", "starts.json", "summary.*",
-        "tensorboard", ".*",
+        "bisect-*.html", "evaluations*", "job.json", "job.log", "job.stacks.txt", "job.txt", "rows.jsonl",
+        "starts.json", "summary.*", "tensorboard", ".*",
     ),
 }  # fmt: skip
 """Names of files that are not covered, by the reason."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.stored_runs import suite_process
 from staleflow.stores.errors import ConfigError, SuiteFailed, raised_as, strerror
 from staleflow.stores.serialization import Codec
@@ -51,12 +54,34 @@ class SuiteMetric:
     num_shots: int
 
     @property
+    def label(self) -> str:
+        """The metric and how answers were extracted."""
+        return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+
+    @property
     def line(self) -> str:
         """The metric as a line for display."""
-        metric = self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
         stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
         documents = "" if self.num_documents is None else f", {self.num_documents} documents"
-        return f"{self.task}: {metric} {self.value:.4f}{stderr}, {self.num_shots}-shot{documents}"
+        return f"{self.task}: {self.label} {self.value:.4f}{stderr}, {self.num_shots}-shot{documents}"
+
+
+def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, version: int) -> list[Evaluation]:
+    """Metrics as evaluations of a checkpoint. Their names have the settings that they depend on."""
+    prompts = ", chat" * settings.chat + (f", first {settings.limit}" if settings.limit else "")
+    return [
+        Evaluation(
+            version=version,
+            num_prompts=metric.num_documents or 0,
+            sampled=None,
+            greedy=metric.value,
+            greedy_stderr=metric.stderr,
+            name=f"{metric.task} {metric.label}, {metric.num_shots}-shot{prompts}",
+            samples=0,
+        )
+        for metric in metrics
+        if math.isfinite(metric.value)
+    ]
 
 
 def check_lm_eval(python: str) -> None:
