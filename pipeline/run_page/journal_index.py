@@ -1,14 +1,16 @@
 """An index of a run's journal by time: versions and load of each instance, when the trainer trained, the number of
 trajectories in each phase, and each trajectory's marks (time and kind of an event). Numpy, pure.
 
-The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. Each start of
-a resumed run has its own clock; here each start begins where the previous one ended.
+The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. The clock of
+a resumed run goes back to the resume point (to 0 in journals of earlier versions); here each start begins where
+the previous one ended.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, DISCARDED, ABORTED, LOST = range(10)
 TURN_SAMPLED, ENVIRONMENT_REQUESTED, ENVIRONMENT_STEPPED, ENVIRONMENT_FAILED = range(10, 14)
+RESUMED_WAITING, RESUMED_SCORING, RESUMED_READY = RESUMED = range(14, 17)
 """Kinds of marks in a trajectory's life."""
 MARKS = {
     ARRIVED: ("arrived", "waiting"),
@@ -39,6 +42,9 @@ MARKS = {
     ENVIRONMENT_REQUESTED: ("its environment is asked", "acting"),
     ENVIRONMENT_STEPPED: ("its environment answered, {detail} tokens so far", "waiting"),
     ENVIRONMENT_FAILED: ("its environment failed: {detail}", "waiting"),
+    RESUMED_WAITING: ("the run was resumed; it has {detail} tokens", "waiting"),
+    RESUMED_SCORING: ("the run was resumed; it has {detail} tokens", "scoring"),
+    RESUMED_READY: ("the run was resumed; it has {detail} tokens and a reward", "ready"),
 }
 """Text of each kind of mark, and the phase that begins with it."""
 WAITING, RUNNING, SCORING, READY, IN_ENVIRONMENT = range(5)
@@ -121,8 +127,10 @@ class JournalIndex:
         self._num_in_phase = [0] * len(PHASE_LABELS)
         self._current_phases: dict[int, tuple[int, str]] = {}
         """Phase of each live trajectory, and the instance that runs it."""
-        self._start_offset_s = 0.0
-        """Time of the newest start, which its entries' times are relative to."""
+        self._clock_s = 0.0
+        """Time of the newest entry on its start's clock; infinite before a later start's first entry."""
+        self._clock_offset_s = 0.0
+        """Difference between the index's time and that clock."""
 
         self._handlers: dict[str, Callable[[JsonObject, float], None]] = {
             "RunResumed": self._on_run_resumed,
@@ -148,6 +156,7 @@ class JournalIndex:
             "Pull": self._on_pull,
             "Train": self._on_train,
             "Discard": self._on_discard,
+            "FinishEvaluation": self._on_evaluation_finished,
         }
         """By kind of event or command. Other kinds are ignored."""
 
@@ -161,7 +170,8 @@ class JournalIndex:
         self._current_phases.clear()
         self._num_in_phase = [0] * len(PHASE_LABELS)
         self._record_counts(self.last_s)
-        self._start_offset_s = self.last_s
+        if self.starts:
+            self._clock_s = math.inf
         self.starts.append(self.last_s)
 
     def add(self, line: bytes | str, location: str) -> None:
@@ -177,10 +187,10 @@ class JournalIndex:
 
     def _add(self, event: JsonObject, commands: Iterable[JsonObject], now: float) -> None:
         kind = event["type"]
-        if kind == "RunResumed":  # its time is on the clock of the previous start
-            now = 0.0
-        now = max(self.last_s, self._start_offset_s + now)
-        self.last_s = now
+        if now < self._clock_s:  # another clock
+            self._clock_offset_s = self.last_s - now
+        self._clock_s = now
+        self.last_s = now = max(self.last_s, self._clock_offset_s + now)
         self.num_entries += kind != "RunResumed"
         previous_counts = self._num_in_phase.copy()
         if kind in self._handlers:
@@ -201,8 +211,9 @@ class JournalIndex:
     def _on_run_resumed(self, event: JsonObject, now: float) -> None:
         for group in event.get("groups", ()):
             for member in group["members"]:
-                self._mark(member["trajectory"], now, ARRIVED)
                 phase = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
+                kind = {WAITING: RESUMED_WAITING, SCORING: RESUMED_SCORING, READY: RESUMED_READY}[phase]
+                self._mark(member["trajectory"], now, kind, detail=member.get("tokens", 0))
                 self._set_phase(member["trajectory"], phase)
 
     def _on_scored(self, event: JsonObject, now: float) -> None:
@@ -283,6 +294,11 @@ class JournalIndex:
             self._mark(id, now, DISCARDED, detail=self._text_index(f"{ending['fate']}: {ending['reason']}"))
             self._clear_phase(id)
 
+    def _on_evaluation_finished(self, command: JsonObject, now: float) -> None:
+        for id in [id for id in self._current_phases if id < 0]:  # those of evaluations
+            self._end_sampling(id, now)
+            self._clear_phase(id)
+
     def _end_sampling(self, id: int, now: float) -> InstanceHistory | None:
         """Remove a trajectory from the instance that runs it; returns the instance, or None if it is not running."""
         phase, name = self._current_phases.get(id, (READY, ""))
@@ -349,7 +365,10 @@ class JournalIndex:
         (indices,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
         marks: dict[int, list[int]] = {id: [] for id in trajectories}
         for i in indices.tolist():
-            marks[self._ids[i]].append(i)
+            life = marks[self._ids[i]]
+            if life and self._kinds[i] in RESUMED and self._kinds[life[-1]] in (TRAINED, DISCARDED):
+                life.clear()  # a step that was undone had ended it
+            life.append(i)
         return marks
 
     def phase_intervals(self, trajectories: Sequence[int]) -> list[list[tuple[float, float, str, int]]]:
@@ -367,7 +386,8 @@ class JournalIndex:
                 phases.append((start_s, end_s, phase, -1))
                 continue
             version = self.instances[self._names[self._instance_indices[i]]].version
-            start, stop = bisect_right(version.times, start_s), bisect_left(version.times, end_s)
+            start = bisect_right(version.times, start_s)
+            stop = max(start, bisect_left(version.times, end_s))
             edges = [start_s, *version.times[start:stop], end_s]
             versions = [version.values[max(0, k - 1)] for k in range(start, stop + 1)]
             phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), versions, strict=True)]

@@ -178,17 +178,23 @@ def test_a_dropped_trajectory_has_its_reason_and_late_results_are_ignored() -> N
     assert dropped.window(0.0, 3.0, 3)["instances"][0]["running"] == [0, 2, 1]
 
 
-def test_the_next_start_of_a_run_has_nothing_in_flight() -> None:
+@pytest.mark.parametrize(
+    ("resumed_s", "begin_s"),
+    [(0.4, 0.4), (0.0, 0.0), (70.0, 0.0)],
+    ids=["from the resume point", "from 0", "RunResumed is on the clock of the previous start"],
+)
+def test_the_next_start_begins_where_the_previous_one_ended(resumed_s: float, begin_s: float) -> None:
     journal_index = index(*LIFE[:3])
     journal_index.begin_start()
     add(
         journal_index,
-        (70.0, {"type": "RunResumed", "step": 0, "num_ended": []}, []),
-        (0.5, joined("a", 2), []),
-        (2.0, {"type": "Tick"}, []),
+        (resumed_s, {"type": "RunResumed", "step": 0, "num_ended": []}, []),
+        (begin_s, joined("a", 2), []),
+        (begin_s + 2.0, {"type": "Tick"}, []),
     )
     window = journal_index.window(0.0, 3.0, 3)
     assert (window["last_s"], window["starts"]) == (3.0, [1.0])
+    assert window["instances"][0]["version"] == [0, 2, 2]
     assert window["instances"][0]["running"] == [0, 0, 0]
     assert window["phases"][1]["count"] == [0, 0, 0]
 
@@ -206,10 +212,10 @@ def test_the_next_start_shows_its_recovered_trajectories() -> None:
     score = {"type": "Score", "trajectory": 7}
     add(
         journal_index,
-        (70.0, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group, fresh]}, [score]),
-        (0.5, joined("a", 2), [route(8, "a")]),
-        (1.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0}, []),
-        (2.0, {"type": "Tick"}, []),
+        (0.5, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group, fresh]}, [score]),
+        (1.0, joined("a", 2), [route(8, "a")]),
+        (1.5, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0}, []),
+        (2.5, {"type": "Tick"}, []),
     )
     counts = {place["name"]: place["count"] for place in journal_index.window(1.0, 3.0, 4)["phases"]}
     assert counts == {
@@ -219,6 +225,46 @@ def test_the_next_start_shows_its_recovered_trajectories() -> None:
         "ready or waiting for siblings": [1, 1, 2, 2],
         "waiting for their environment": [0, 0, 0, 0],
     }
+    phases = {id: [(m["at_s"], m["phase"]) for m in journal_index.story(id)] for id in (6, 7, 8)}
+    assert phases == {
+        6: [(1.0, "waiting"), (1.0, "sampling"), (1.0, "ready")],
+        7: [(1.0, "waiting"), (1.0, "sampling"), (1.0, "scoring"), (2.0, "ready")],
+        8: [(1.0, "waiting"), (1.5, "sampling")],
+    }
+    assert journal_index.story(6)[-1]["what"] == "the run was resumed; it has 9 tokens and a reward"
+
+
+def test_the_life_of_a_trajectory_that_an_undone_step_consumed_begins_at_the_resume() -> None:
+    journal_index = index(*LIFE)
+    journal_index.begin_start()
+    member = {"type": "MemberInFlight", "trajectory": 6, "version": 0, "tokens": 9, "sampled": True, "scored": True}
+    group = {"type": "GroupInFlight", "group": 3, "prompt_tokens": 4, "members": [member]}
+    add(
+        journal_index,
+        (4.0, {"type": "RunResumed", "step": 0, "num_ended": [], "groups": [group]}, []),
+        (6.0, {"type": "Tick"}, [{"type": "Train", "step": 0, "trajectories": [6], "versions": [0]}]),
+    )
+    assert journal_index.phase_intervals([6]) == [[(10.0, 12.0, "ready", -1)]]
+    assert [(m["at_s"], m["phase"]) for m in journal_index.story(6)] == [(10.0, "ready"), (12.0, "")]
+
+
+def test_responses_of_a_finished_evaluation_are_in_no_phase() -> None:
+    finish = {"type": "FinishEvaluation", "evaluation": 0, "version": 0, "failed": [-3]}
+    journal_index = index(
+        (0.0, joined("a"), []),
+        (0.0, ARRIVED, [route(-2, "a"), route(-3, "a"), route(-4, "a"), route(6, "a")]),
+        (1.0, ended("TrajectorySampled", -2), [{"type": "Score", "trajectory": -2}]),
+        (2.0, {"type": "TrajectoryScored", "trajectory": -2, "reward": 1.0}, []),
+        (2.0, ended("TrajectorySampled", -3), [{"type": "Score", "trajectory": -3}]),
+        (3.0, {"type": "Tick"}, [finish]),
+        (3.5, {"type": "TrajectoryScored", "trajectory": -3, "reward": 1.0}, []),
+        (4.0, {"type": "Tick"}, []),
+    )
+    window = journal_index.window(2.0, 4.0, 2)
+    counts = {place["name"]: place["count"] for place in window["phases"]}
+    assert counts["ready or waiting for siblings"] == [1, 0]
+    assert counts["being scored"] == [1, 0]
+    assert (counts["being sampled"], window["instances"][0]["running"]) == ([2, 1], [2, 1])
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 9)), max_size=20), st.integers(1, 9))

@@ -263,7 +263,7 @@ def test_journals_of_a_resumed_run_are_read_in_order(tmp_path: Path) -> None:
     follower = JournalFollower(1)
     follower.follow([now])
     now.rename(before)
-    now.write_text(line(99.0, {"type": "RunResumed", "step": 0, "num_ended": []}) + JOINED + tick(2.0))
+    now.write_text(line(3.0, {"type": "RunResumed", "step": 0, "num_ended": []}) + tick(3.0) + tick(5.0))
     follower.follow([before, now])
     assert follower.index.last_s == 7.0
     assert follower.index.starts == [0.0, 5.0]
