@@ -16,12 +16,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planted_causes import POISONED
 from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.run_report import RunListener
@@ -45,7 +46,7 @@ ratio = 8
 source = "{code}:Sums"
 options = {{ first = 0 }}
 answer_pattern = 'so(-?\\d+)\\.'
-eval_prompts = {prompts}
+eval_prompts = 400
 
 [[task]]
 name = "small"
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/causes"), help="runs; those that are there are kept")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--names", nargs="+", default=[cause.name for cause in CAUSES])
-    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts")
+    parser.add_argument("--prompts", type=int, default=160, help="held-out prompts that each training answers")
     parser.add_argument("--quick", action="store_true", help="two of them, few prompts: whether it works")
     parser.add_argument("--plant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -125,37 +126,39 @@ def main() -> None:
         args.names, args.prompts = ["nothing", "learning rate"], 50
     folder = args.folder.resolve()
     if args.plant:
-        plant(folder, next(cause for cause in CAUSES if cause.name == args.plant))
+        plant(folder, next(cause for cause in CAUSES if cause.name == args.plant), args.prompts)
         return
     folder.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
     job = folder / "base.toml"
-    job.write_text(JOB.format(folder=folder, since=SINCE, model=args.model.resolve(), code=CODE, prompts=args.prompts))
+    job.write_text(JOB.format(folder=folder, since=SINCE, model=args.model.resolve(), code=CODE))
     if not (folder / "base" / "summary.json").exists():
         asyncio.run(execute(loading.load(job), RunListener()))
     file = args.out / "causes.json"
     results = {row["name"]: row for row in json.loads(file.read_text())} if file.exists() else {}
     for cause in CAUSES:
         if cause.name in args.names:
-            results[cause.name] = find(folder, cause)
+            results[cause.name] = find(folder, cause, args.prompts)
             file.write_text(json.dumps(list(results.values()), indent=1) + "\n")
             (args.out / "causes.md").write_text("\n".join(table(list(results.values()))) + "\n")
     print("\n".join(table(list(results.values()))))
 
 
-def find(folder: Path, cause: Cause) -> dict[str, Any]:
+def find(folder: Path, cause: Cause, prompts: int) -> dict[str, Any]:
     """Plant a cause and bisect the run, in processes of their own: user code reads the cause when it is imported."""
     row = folder / f"{slug(cause)}.json"
     if not row.exists():
         command = [sys.executable, "-m", "benchmarks.causes", "--folder", str(folder), "--plant", cause.name]
+        command += ["--prompts", str(prompts)]
         for name in (cause.name, "" if cause.is_fixed else cause.name):  # the second process finds the planted run
             subprocess.run(command, check=True, env={**os.environ, "CAUSE": name})
     result: dict[str, Any] = json.loads(row.read_text())
     return result
 
 
-def plant(folder: Path, cause: Cause) -> None:
-    """Resume a copy of the base run with a cause; if that was done, bisect it and write the result."""
+def plant(folder: Path, cause: Cause, prompts: int) -> None:
+    """Resume a copy of the base run with a cause; if that was done, bisect it and write the result. prompts: held-out
+    prompts to answer."""
     run = folder / slug(cause)
     if not (run / "planted").exists():
         shutil.rmtree(run, ignore_errors=True)
@@ -164,7 +167,7 @@ def plant(folder: Path, cause: Cause) -> None:
         asyncio.run(execute(config, RunListener(), resume=True))
         (run / "planted").touch()
         return
-    plan = bisection.make_plan(run, SINCE, AT, "right")
+    plan = with_prompts(bisection.make_plan(run, SINCE, AT, "right"), prompts)
     result = bisection_page.write(run, bisection.bisect(plan, lambda event: print(event["say"], flush=True)))
     print("\n".join(bisection_page.result_lines(result)))
     answer = result.reason if result.cause is None else result.cause.change.label
@@ -183,10 +186,23 @@ def plant(folder: Path, cause: Cause) -> None:
                 "is_named": (result.cause is None) is (not cause.expected) and cause.expected in answer,
                 "trainings": len(result.trials) + len(result.controls) + len(result.repeats),
                 "seconds": result.elapsed_s,
+                "prompts": prompts,
                 "load": os.getloadavg()[1],
             }
         )
     )
+
+
+def with_prompts(plan: bisection.BisectionPlan, count: int) -> bisection.BisectionPlan:
+    """A plan that answers fewer held-out prompts than the run does."""
+
+    def fewer(config: RunConfig) -> RunConfig:
+        sums = replace(config.task.sources["sums"], eval_prompts=count)
+        return replace(config, task=replace(config.task, sources={**config.task.sources, "sums": sums}))
+
+    parts = tuple(replace(part, config=fewer(part.config), run_job=fewer(part.run_job)) for part in plan.parts)
+    offline = replace(plan.offline, config=fewer(plan.offline.config))
+    return replace(plan, offline=offline, former=fewer(plan.former), parts=parts)
 
 
 def slug(cause: Cause) -> str:
