@@ -94,6 +94,9 @@ class RowCache(Cache):
         self.can_split_input = True
         """Whether recurrent layers compute several new tokens correctly from a state that is not empty. RowModel sets
         it."""
+        self.has_latents = False
+        """Whether some layers cache latents, and compute keys and values from those of all rows in each pass. RowModel
+        sets it."""
         self._loaded_rows: list[BatchRow] = []
         """The rows whose states are in the layers, in this order."""
 

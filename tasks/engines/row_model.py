@@ -47,6 +47,7 @@ class RowModel:
         layers can compute several new tokens from a state that is not empty: in some models these ignore the state."""
         full_row, split_row, cache = BatchRow(), BatchRow(), self.new_cache()
         (expected_logits,) = self.logits([(full_row, TRIAL_TOKENS)], [1], self.new_cache())
+        self.cache.has_latents = bool(self._latent_layers)
         if not self.cache.can_crop:
             self.logits([(split_row, TRIAL_TOKENS[:3])], [1], cache)
             split_row.length = 3

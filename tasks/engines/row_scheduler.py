@@ -166,7 +166,9 @@ class RowScheduler:
         for row, count in (*((row, 1) for row in decoding_rows), *prefilling):
             # All rows of a pass of recurrent layers have the same number of new tokens, and all have a state or none.
             kind = None if self._cache.can_crop else (count, row.length > 0)
-            passes.setdefault(kind, []).append((row, count))
+            # A version's adapter may be used for cached tokens, too: those of all rows of the pass.
+            version = row.running_request.version if self._cache.has_latents else None
+            passes.setdefault((version, kind), []).append((row, count))
         yield from passes.values()
 
     # -- internals -----------------------------------------------------------------------------------------------

@@ -26,17 +26,21 @@ AdapterTensors = dict[str, torch.Tensor]
 
 
 def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
-    """The names of the layers that get an adapter: those with one of these name endings, or all linear layers except
-    the output layer. Raises ConfigError.
+    """The names of the layers that get an adapter: those with one of these name endings, or all linear layers. The
+    output layer gets none. Raises ConfigError.
 
     Routers that return more than their product (Llama 4) and experts in one tensor (most mixtures of experts) do not
     count as linear layers.
     """
     modules = dict(model.named_modules())
     output = model.get_output_embeddings()
-    linear_names = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
+    linear_names = {
+        name
+        for name, module in modules.items()
+        if type(module).forward is torch.nn.Linear.forward and module is not output
+    }
     if not targets:
-        module_names = [name for name in modules if name in linear_names and modules[name] is not output]
+        module_names = [name for name in modules if name in linear_names]
         problem = None if module_names else "it has no torch.nn.Linear but its output layer"
     else:
         module_names = [name for name in modules if name.rpartition(".")[2] in targets]
@@ -46,11 +50,13 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
         ]
         problem = None
         if unsupported_name:
-            problem = f"{unsupported_name} is a {type(modules[unsupported_name]).__name__}"
+            module = modules[unsupported_name]
+            kind = "the output layer" if module is output else f"a {type(module).__name__}"
+            problem = f"{unsupported_name} is {kind}"
         elif missing_targets:
             problem = f"no layer of the model is called {missing_targets[0]}"
     if problem:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear_names if modules[name] is not output}))
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear_names}))
         remedy = f"name layers of that kind ({names}), or train all weights" if names else "train all weights"
         raise ConfigError(
             f"training.lora.targets = {list(targets)}: {problem}; adapters are for torch.nn.Linear; {remedy}"
@@ -59,8 +65,8 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 class PassVersions:
-    """The versions of the tokens in the next forward pass: the positions of each version's tokens, or None if all have
-    one version."""
+    """The versions of the new tokens in the next forward pass: the positions of each version's tokens, or None if all
+    have one version. Layers that also compute cached tokens need passes of one version (row_scheduler.py)."""
 
     def __init__(self) -> None:
         self.token_indices: dict[PolicyVersion, torch.Tensor | None] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.models.model_families import make_family_model
 from staleflow.stores.errors import ActorLost, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
@@ -20,7 +21,7 @@ from staleflow.tasks.engines.engine_settings import Speculation, TransformersSet
 from staleflow.tasks.engines.row_attention import RowPass
 from staleflow.tasks.engines.row_storage import Buckets
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
-from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
+from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests, AdapterVersions
 from tests.tasks.brake import brake, brake_of_transformers, check_brake  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     GIVEN,
@@ -332,15 +333,26 @@ def test_a_request_that_cannot_be_started_fails_alone(
         assert engine.load_statistics().running == 0
 
 
+def adapter_engine(model: Path) -> TransformersEngine:
+    torch.set_num_threads(1)
+    return TransformersEngine(settings(model, lora=LORA, num_served_versions=SERVED), InstanceId("rollout-0"))
+
+
 class TestServedAdapters(AdapterEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
-        torch.set_num_threads(1)
-        engine = TransformersEngine(
-            settings(tiny_model, lora=LORA, num_served_versions=SERVED), InstanceId("rollout-0")
-        )
+        engine = adapter_engine(tiny_model)
         yield engine
         engine.close()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_adapters_of_a_model_with_latent_attention_are_served_side_by_side(family: str, tmp_path: Path) -> None:
+    """Its layers also compute keys and values of cached tokens, which must get the adapter of their own version."""
+    make_family_model(family, tmp_path / "model")
+    versions = AdapterVersions(tmp_path / "model", tmp_path / "published")
+    with closing(adapter_engine(tmp_path / "model")) as engine:
+        AdapterEngineTests().test_versions_are_sampled_side_by_side(engine, versions)
 
 
 def test_repeated_masks_belong_to_a_list_that_lives_and_to_a_dtype() -> None:

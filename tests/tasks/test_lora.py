@@ -162,12 +162,13 @@ def test_a_layer_whose_weight_is_read_directly_is_rejected(tmp_path: Path) -> No
     assert trainer.step(0, job.batches[0])["grad_norm"] > 0
 
 
-def test_embeddings_are_rejected_as_targets(tiny_model: Path) -> None:
-    """Adapters of embeddings have other names, which no engine loads."""
-    job = with_adapter(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
-    with pytest.raises(
-        ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding; .*Linear; name .*q_proj"
-    ):
+@pytest.mark.parametrize(
+    ("target", "problem"), [("embed_tokens", "model.embed_tokens is a Embedding"), ("lm_head", "is the output layer")]
+)
+def test_embeddings_and_the_output_layer_are_rejected_as_targets(target: str, problem: str, tiny_model: Path) -> None:
+    """Adapters of embeddings have other names, which no engine loads. Engines compute only some tokens' logits."""
+    job = with_adapter(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=[target]))
+    with pytest.raises(ConfigError, match=rf"^training.lora.targets = .*: .*{problem}; .*Linear; name .*q_proj"):
         PolicyTrainer(job.settings)
 
 
