@@ -126,7 +126,9 @@ class RowCache(Cache):
     def save(self, row: BatchRow) -> SavedRow:
         """Return a copy of a row's cache."""
         self._move_states_to_rows([row])
-        return SavedRow(row.length, self._buckets.save(row), row.states or [])
+        # Cloned: a row's states are views of a tensor with those of the other rows of its last pass.
+        states = [_map_states(torch.clone, layer) for layer in row.states or []]
+        return SavedRow(row.length, self._buckets.save(row), states)
 
     def restore(self, row: BatchRow, saved: SavedRow) -> None:
         """Set an empty row to a saved copy."""

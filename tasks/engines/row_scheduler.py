@@ -10,7 +10,8 @@ its next turn starts with the same tokens; and, except for its last token, a pro
 Memory is counted in pages of tokens, of which running rows and cached contexts have at most `kv_tokens`. The tensors of
 running rows have room for more (row_storage.py). Running rows evict cached contexts: first prompts,
 then contexts whose turns ended first, last those that requests wait for. If that is not enough, the row that entered
-last is preempted: it waits again, before all others, and is prefilled again.
+last is preempted: it waits again, before all others, and is prefilled again. Pages do not count the states of recurrent
+layers: with these, at most `max_running` trajectories have a cached context.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class RowScheduler:
             self.forget(row.trajectory)
             version, tokens = row.running_request.version, row.tokens[: row.length]
             self._cached_contexts[row.trajectory] = CachedContext(version, tokens, self._cache.save(row))
+            if not self._cache.can_crop and len(self._cached_contexts) > self._settings.max_running:
+                self._evict_context()
         self.remove(row)
 
     def forget(self, trajectory: TrajectoryId) -> None:
@@ -255,6 +258,10 @@ class RowScheduler:
         if self._cached_prompts:
             self._cached_prompts.popitem()
             return True
+        return self._evict_context(except_row)
+
+    def _evict_context(self, except_row: RequestRow | None = None) -> bool:
+        """Evict one cached context of a trajectory, as `_evict_cached`."""
         awaited = dict.fromkeys(row.trajectory for row in self._waiting if row.trajectory in self._cached_contexts)
         order = [*(trajectory for trajectory in self._cached_contexts if trajectory not in awaited), *reversed(awaited)]
         for trajectory in order:

@@ -106,6 +106,28 @@ def test_recurrent_layers_compute_prompts_of_equal_length_in_one_pass(family: st
     assert set(shapes[2:]) == {(5, 1), (5, num_new)}
 
 
+def test_contexts_with_states_are_kept_for_as_many_trajectories_as_may_run(tmp_path: Path) -> None:
+    """No page counts the states. Those of a context must not keep those of the rows beside it in memory."""
+    torch.set_num_threads(1)
+    make_family_model("falcon_h1", tmp_path)
+    settings = TransformersSettings(**model_settings(tmp_path) | {"eos": (), "max_running": 3})
+    engine = TransformersEngine(settings, InstanceId("i"))
+    try:
+        engine.submit([request(i, max_new_tokens=4, keep_kv=True) for i in range(8)])
+        collect(engine, 8)
+        kept = engine._scheduler._cached_contexts
+        assert list(kept) == [5, 6, 7]
+        states = [
+            state
+            for context in kept.values()
+            for layer in context.saved.states
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+        ]
+        assert states and all(state.untyped_storage().nbytes() == state.nbytes for state in states)
+    finally:
+        engine.close()
+
+
 def test_an_unsupported_attention_setting_falls_back_to_the_model_default(tmp_path: Path) -> None:
     make_family_model("gpt_oss", tmp_path)
     assert load_model(str(tmp_path), "float32", "cpu", "sdpa").config._attn_implementation == "eager"
