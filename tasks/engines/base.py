@@ -157,8 +157,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling; returns at once. A repeated request is ignored; one with a newer route number replaces the
-        older one."""
+        """Start sampling; returns at once. A request with a newer route number replaces the running one of its
+        trajectory; a repeated or older one is ignored."""
         ...
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:

@@ -174,6 +174,8 @@ class EngineThread(ABC):
         for request in requests:
             try:
                 self._begin(request)
+            except ActorLost:
+                raise
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 with self._condition:
                     if (running := self._requests.get_by_trajectory(request.trajectory)) is not None:
@@ -184,8 +186,8 @@ class EngineThread(ABC):
         """Start a request, in place of an earlier one of its trajectory. An error means that it has failed."""
         previous = self._requests.get_by_trajectory(request.trajectory)
         if previous is not None:
-            if previous.request.route_number == request.route_number:
-                return  # a repeated request
+            if previous.request.route_number >= request.route_number:
+                return  # a repeated request, or an old one that was delayed
             self._stop([request.trajectory])
         running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
         if running.has_stopped:  # its instance was lost before it could report the end of the turn

@@ -190,12 +190,12 @@ class EngineTests:
         assert set(finished) >= set(range(12)) - set(aborted)
         assert engine.events(0.1) == []
 
-    def test_resubmitting_a_request_samples_it_once(self, engine: Engine) -> None:
+    def test_the_request_with_the_newest_route_number_is_sampled_once(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
-        engine.submit([request(0, max_new_tokens=60, route_number=2)])
+        engine.submit([request(0, max_new_tokens=60, route_number=route_number) for route_number in (3, 2)])
         finished = collect(engine, 4)
-        assert set(finished) == {0, 1, 2, 3}
+        assert {int(i): sampled.route_number for i, sampled in finished.items()} == {0: 3, 1: 1, 2: 1, 3: 1}
         assert engine.events(0.2) == []
 
     def test_a_probe_uses_the_loaded_weights_while_requests_run(

@@ -25,6 +25,7 @@ from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests, Ad
 from tests.tasks.brake import brake, brake_of_transformers, check_brake  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     GIVEN,
+    PATIENCE_S,
     PROMPT,
     ReusingEngineTests,
     SleepingEngineTests,
@@ -111,6 +112,20 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
             engine.load(PolicyVersion(5), other_weights[0])
         with pytest.raises(ActorLost, match="rollout-0"):
             engine.events(1.0)
+
+    def test_an_engine_that_cannot_stop_a_replaced_request_is_lost(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`submit` does not wait for the result, so only the engine's end can report it."""
+
+        def fail(requests: object) -> None:
+            raise ActorLost("rollout-0: vLLM could not stop requests")
+
+        monkeypatch.setattr(engine, "_remove", fail)
+        sample_until(engine, 1, [request(0, max_new_tokens=40)])
+        engine.submit([request(0, max_new_tokens=40, route_number=2)])
+        with pytest.raises(ActorLost, match="could not stop requests"):
+            engine.events(PATIENCE_S)
 
     def test_a_request_may_set_its_temperature(self, engine: Engine, tiny_model: Path) -> None:
         engine.submit([request(1), request(2, temperature=2.0), request(3, greedy=True)])
