@@ -6,9 +6,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.pipeline.config.model_files import context_of, find_model, format_context, read_architecture
+from staleflow.pipeline.config.model_files import find_model, format_context, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.context_length import context_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.context_length import context_of
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
@@ -39,8 +40,6 @@ RECURRENT_STATE = "update_recurrent_state("
 INDEXED_ATTENTION = ("update_indexer(", "compressed_sparse_attention")
 """Calls in the code of models that attend only to tokens selected by an index (sparse attention)."""
 HEADER_LENGTH = struct.Struct("<Q")
-UNLIMITED = 2**31
-"""Context length in tokens of a model whose configuration has none."""
 MAX_HEADER_BYTES = 100 * 2**20
 """Maximum bytes of a safetensors header, as when the file is loaded."""
 
@@ -125,22 +124,6 @@ def read_context(folder: Path, subject: str) -> int:
     return context_of(read_architecture(folder, subject))
 
 
-def context_of(architecture: Mapping[str, Any]) -> int:
-    """The context length of a model in tokens, from its configuration.
-
-    A rotary embedding with short and long factors (longrope, as in Phi-3) rotates all positions differently once the
-    longest row of a pass exceeds the limit of the short factors. Logprobs of a row would then depend on the other rows
-    of the pass, so the context ends at this limit.
-    """
-    declared_context = architecture.get("max_position_embeddings")
-    context = declared_context if isinstance(declared_context, int) and declared_context > 0 else UNLIMITED
-    for rope in _rotary_settings(architecture):
-        if rope.get("short_factor") and rope.get("long_factor"):
-            short = architecture.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-            context = min(context, short) if isinstance(short, int) else context
-    return context
-
-
 def format_context(architecture: Mapping[str, Any]) -> str:
     """Format a model's context length for messages, with the reason if it is less than the configuration states.
 
@@ -152,15 +135,6 @@ def format_context(architecture: Mapping[str, Any]) -> str:
         return f"{context} tokens"
     reason = "beyond, longrope would make a row's logprobs depend on its micro-batch"
     return f"{context} tokens, not {declared_context}: {reason}"
-
-
-def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings of rotary embeddings in a configuration; it may have several, by kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = architecture.get(name)
-        if isinstance(settings, Mapping):
-            yield settings
-            yield from (table for table in settings.values() if isinstance(table, Mapping))
 
 
 def vocabulary_of(path: str) -> int:

@@ -178,6 +178,7 @@ class VllmSettings(ModelSettings):
         ),
         "num_gpu_blocks_override": "set rollout.engine.kv_tokens instead",
         "max_num_batched_tokens": "set rollout.engine.max_batch_tokens instead",
+        "max_model_len": "it follows from the model and rollout.engine.kv_tokens",
         **dict.fromkeys(
             (
                 "logprobs_mode",

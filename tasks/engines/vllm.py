@@ -18,14 +18,14 @@ from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport, sum_reports
-from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines import adapters, vllm_arguments
 from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request
 from staleflow.tasks.engines.engine_settings import VllmSettings
 from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
-from staleflow.tasks.engines.vllm_layouts import adapted_layers, cache_bytes, checkpoint_shapes, max_sequence_length
+from staleflow.tasks.engines.vllm_layouts import adapted_layers, cache_bytes, checkpoint_shapes
 from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, version_salt
 
 if TYPE_CHECKING:
@@ -309,25 +309,7 @@ def make_engine(settings: VllmSettings) -> Any:
     from vllm import EngineArgs, LLMEngine
     from vllm.platforms import current_platform
 
-    arguments: dict[str, Any] = {
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "seed": settings.seed % 2**32,  # numpy accepts no larger seed
-        "skip_tokenizer_init": True,
-        "max_model_len": max_sequence_length(settings),
-        "max_num_seqs": settings.max_running + 1,  # and the probe
-        "scheduling_policy": "priority",
-        "max_num_batched_tokens": max(settings.max_batch_tokens, settings.max_running),
-        "block_size": settings.page_tokens,
-        "num_gpu_blocks_override": -(-settings.kv_tokens // settings.page_tokens) + 1,  # vLLM keeps one for itself
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "enable_sleep_mode": settings.shares_device,
-        **speculation_arguments(settings),
-    } | update_arguments(settings)
+    arguments = vllm_arguments.arguments(settings) | speculation_arguments(settings) | update_arguments(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)

@@ -224,14 +224,6 @@ def _pack_for_kernel(kernel: Any, weight: torch.Tensor) -> torch.Tensor:
     return cpu_prepack_moe_weight(weight.contiguous()[None], kernel.isa)[0]
 
 
-def max_sequence_length(settings: VllmSettings) -> int:
-    """Maximum number of tokens of a request: the model's context length, limited by the size of the cache."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model).get_text_config()
-    return min(int(getattr(config, "max_position_embeddings", settings.kv_tokens)), settings.kv_tokens)
-
-
 def cache_bytes(settings: VllmSettings) -> int:
     """Bytes of the KV cache: keys and values of every layer, for kv_tokens rounded up to pages."""
     import torch

@@ -161,6 +161,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "rollout.engine={name='vllm', options={logprobs_mode='raw_logprobs'}}",
             "options.logprobs_mode: tokens could no",
         ),
+        ("rollout.engine={name='vllm', options={max_model_len=9}}", "follows from the model and rollout.engine.kv_tok"),
         ("rollout.engine={name='vllm', options={logits_processors=[]}}", "of the policy that sampled; remove it"),
         ("rollout.engine={name='vllm', options={pipeline_parallel_size=2}}", "divided by tensor_parallel only; remove"),
         ("rollout.engine={name='vllm', options={data_parallel_size=2}}", "divided by tensor_parallel only; remove"),

@@ -15,8 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models.model_families import make_family_model
-from staleflow.pipeline.config.model_files import context_of, format_context, read_context
+from staleflow.pipeline.config.model_files import format_context, read_context
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.context_length import context_of
 from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training import packed_attention
 from staleflow.tasks.training.blocks import one_block_per_kind

@@ -1,0 +1,34 @@
+"""The context length of a model, from its configuration. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+UNLIMITED = 2**31
+"""Context length in tokens of a model whose configuration has none."""
+
+
+def context_of(architecture: Mapping[str, Any]) -> int:
+    """The context length of a model in tokens, from its configuration.
+
+    A rotary embedding with short and long factors (longrope, as in Phi-3) rotates all positions differently once the
+    longest row of a pass exceeds the limit of the short factors. Logprobs of a row would then depend on the other rows
+    of the pass, so the context ends at this limit.
+    """
+    declared_context = architecture.get("max_position_embeddings")
+    context = declared_context if isinstance(declared_context, int) and declared_context > 0 else UNLIMITED
+    for rope in _rotary_settings(architecture):
+        if rope.get("short_factor") and rope.get("long_factor"):
+            short = architecture.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            context = min(context, short) if isinstance(short, int) else context
+    return context
+
+
+def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary embeddings in a configuration; it may have several, by kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = architecture.get(name)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (table for table in settings.values() if isinstance(table, Mapping))
