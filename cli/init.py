@@ -43,6 +43,8 @@ def command(
         reward = _prompt_user("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
     data_options: dict[str, object] = {}
     for option in options:
+        if "=" not in option:
+            raise click.UsageError(f"--option {option}: expected KEY=VALUE, such as split=train")
         apply_override(data_options, option)
     first_job = init(
         folder,

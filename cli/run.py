@@ -31,7 +31,8 @@ def command(
 ) -> None:
     """Run a job from start to end. Ctrl-C stops it cleanly and keeps what is stored.
 
-    With --dry-run, prompts, reward, coordination and store are the job's, and no model samples or is trained.
+    With --dry-run, prompts, reward and coordination are the job's, the store is in a temporary folder, and no model
+    samples or is trained.
     """
     overrides = (*overrides, f"store={store}") if store else overrides
     if dry_run:

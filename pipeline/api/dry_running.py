@@ -133,26 +133,33 @@ MAX_SCALE = 100.0
 
 
 def make_dry_settings(config: RunConfig, runs_dir: Path) -> RunConfig:
-    """Build the dry run of a job, in another folder for runs. Prompts, template, tokenizer, reward, strategies and
-    store are the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the model is not
-    found."""
+    """Build the dry run of a job, in another folder for runs, which has its store too. Prompts, template, tokenizer,
+    reward and strategies are the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the
+    model is not found."""
     rollout, batch, max_new_tokens = config.rollout, config.batch, config.rollout.max_new_tokens
     folder = find_model(config.model.path) if config.model.path else None
     scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
     engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
-    groups = min(batch.groups_per_step, MAX_GROUPS)
+    groups, instances = min(batch.groups_per_step, MAX_GROUPS), min(rollout.instances, MAX_WORKERS)
     return dataclasses.replace(
         config,
         runs_dir=str(runs_dir),
+        store="",  # a bucket would keep it, under the name of the real run
         steps=min(config.steps, MAX_STEPS),
         model=dataclasses.replace(config.model, path=str(folder or config.model.path), device="cpu"),
         batch=dataclasses.replace(batch, groups_per_step=groups, extra_groups=min(batch.extra_groups, groups)),
         rollout=dataclasses.replace(
-            rollout, engine=engine, instances=min(rollout.instances, MAX_WORKERS), logprob_drift_limit=1e9
+            rollout,
+            engine=engine,
+            instances=instances,
+            min_instances=min(rollout.min_instances, instances),
+            logprob_drift_limit=1e9,
         ),
         training=dataclasses.replace(
             config.training, minibatches=min(config.training.minibatches, groups * batch.group_size)
         ),
+        # An emulated run has no checkpoint, and may have no held-out set.
+        evaluation=dataclasses.replace(config.evaluation, best_checkpoint_set=""),
         # Random answers may fail more often than a model's: failures are counted, and the first is shown.
         reward=dataclasses.replace(config.reward, workers=min(config.reward.workers, MAX_WORKERS), max_error_share=1.0),
         cluster=dataclasses.replace(config.cluster, kind="local", address="", scheduler_file="", dashboard=False),

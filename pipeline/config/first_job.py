@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import find_model
@@ -120,9 +120,11 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
             "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "
             "HuggingFaceTB/SmolLM2-135M-Instruct"
         )
+    if inputs.options and not inputs.data:
+        raise ConfigError(f"--option {next(iter(inputs.options))}: the made-up sums have no options; add --data")
     if inputs.model:
         find_model(inputs.model, "--model")  # first: transformers would ask the hub for each file, several times
-    data = _inspect_data(folder, inputs) if inputs.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
+    data = _inspect_data(folder, inputs)
     writes_reward = not inputs.reward and data.columns is not None
     files = {JOB: "the job; its comments say what each line is for"}
     files |= {REWARD: _describe_reward(data)} if writes_reward else {}
@@ -135,33 +137,50 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
             )
     text = _job_text(folder, inputs, data)
     loading.from_tree(tomllib.loads(text), JOB)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _temporary_folder(folder, files) as tmp_folder:
-            (tmp_folder / JOB).write_text(text)
-            if writes_reward:
-                (tmp_folder / REWARD).write_text(_reward_text(data))
-            if not inputs.data:
-                (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
-            if not inputs.model:
-                _pretrain(tmp_folder / MODEL, report)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
-    with contextlib.chdir(folder):
-        config = loading.load(JOB)
-        prompts = actor_settings.prompt_settings(
-            config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
-        ).build()
-        tokens = prompts.encode(prompts.task(0))
-        num_unknown = 0
-        if Path(config.model.path).is_dir():
-            num_unknown = tokens.count(FileTokenizer(Path(config.model.path)).unknown_id)
+    with _none_after_an_error(folder, files):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _temporary_folder(folder, files) as tmp_folder:
+                (tmp_folder / JOB).write_text(text)
+                if writes_reward:
+                    (tmp_folder / REWARD).write_text(_reward_text(data))
+                if not inputs.data:
+                    (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
+                if not inputs.model:
+                    _pretrain(tmp_folder / MODEL, report)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
+        with contextlib.chdir(folder):
+            return _check(files)
+
+
+def _check(files: Mapping[str, str]) -> FirstJob:
+    """Load the job that was written into the current folder, and encode its first prompt. Raises ConfigError."""
+    config = loading.load(JOB)
+    prompts = actor_settings.prompt_settings(
+        config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
+    ).build()
+    tokens = prompts.encode(prompts.task(0))
+    num_unknown = 0
+    if Path(config.model.path).is_dir():
+        num_unknown = tokens.count(FileTokenizer(Path(config.model.path)).unknown_id)
     return FirstJob(files=files, first_prompt=prompts.text(tokens), num_tokens=len(tokens), num_unknown=num_unknown)
 
 
 @contextlib.contextmanager
+def _none_after_an_error(folder: Path, names: Iterable[str]) -> Iterator[None]:
+    """After an error, remove the files of these names from `folder`."""
+    try:
+        yield
+    except BaseException:
+        for path in (folder / name for name in names):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
 def _temporary_folder(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """A folder whose files of these names end in `folder`: all of them or, after an error, none."""
+    """A folder whose files of these names end in `folder`, unless there is an error."""
     tmp_folder = Path(tempfile.mkdtemp(prefix=".init-", dir=folder))
     try:
         yield tmp_folder
@@ -228,14 +247,23 @@ def _pretrain(out: Path, report: Callable[[str], None]) -> None:
 
 
 def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
-    """Open the user's data set, and find its columns and the form of its answers. Raises ConfigError."""
-    source = _source_name(inputs.data)
+    """Open the user's data set, and find its columns and the form of its answers; without one, those of the sums.
+    Raises ConfigError."""
+    source = _source_name(inputs.data) if inputs.data else ""
     kind, _, name = source.partition(":")
     source_kind = kind_of(source)
     if source_kind is None or source_kind.type is not SourceType.ROWS:
+        for option, column in (("--prompt-column", inputs.prompt_column), ("--answer-column", inputs.answer_column)):
+            if column:
+                raise ConfigError(f"{option} {column}: only for --data with rows in columns")
+        if not source:
+            return DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
         has_environment = is_environment(source, f"--data {inputs.data}")
+        if has_environment and inputs.reward not in ("", EXACT, "task"):
+            raise ConfigError(f"--reward {inputs.reward}: {source} rewards its episodes itself; leave --reward out")
+        prefix, file, name = user_files.split_code(source)
         return DataFacts(
-            source=f"{_job_path(folder, kind)}:{name}" if kind.endswith(".py") else source,
+            source=f"{prefix}{_job_path(folder, file)}:{name}" if file.endswith(".py") else source,
             has_environment=has_environment,
         )
     rows = open_source(source_kind.type, source, inputs.options, f"--data {inputs.data}")
@@ -278,6 +306,8 @@ def _source_name(data: str) -> str:
         return f"{endings[path.suffix]}:{path}"
     if path.is_file():
         raise ConfigError(f"--data {data}: unknown kind of file; bring one of {', '.join(endings)}")
+    if path.suffix and "/" not in data and not path.is_dir():  # the hub's names without an owner have no dot
+        raise ConfigError(f"--data {data}: no such file")
     if path.is_dir() and not any((path / name).is_file() for name in SAVED_FOLDER_FILES) and [*path.glob("*.parquet")]:
         return f"parquet:{path}"
     return f"datasets:{path if path.is_dir() else data}"

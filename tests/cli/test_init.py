@@ -142,6 +142,12 @@ def test_data_in_the_folder_is_named_relative_to_it(
         (("--model", "./none"), r"^--model = '\./none': no such folder"),
         (("--model", "nomodel"), r"^--model = 'nomodel': no such folder; a model of the hub is OWNER/NAME$"),
         (("--reward", "best",), r"--reward must be one of task, math_verify, or your own, file\.py:NAME, not .best"),
+        (("--data", "none.csv", "--model", "{model}"), r"^--data none\.csv: no such file$"),
+        (("--data", "count.py:Count", "--model", "{model}", "--reward", "math_verify"),
+         r"^--reward math_verify: count\.py:Count rewards its episodes itself; leave --reward out$"),
+        (("--option", "split=train"), r"^--option split: the made-up sums have no options; add --data$"),
+        (("--prompt-column", "a"), r"^--prompt-column a: only for --data with rows in columns$"),
+        (("--data", "reasoning_gym:chess", "--model", "{model}", "--answer-column", "a"), r"^--answer-column a: only"),
         (("--reward", "none.py:f"), r"--reward = 'none\.py:f': cannot be loaded"),
     ],
 )  # fmt: skip
@@ -153,10 +159,34 @@ def test_each_mistake_gives_a_one_line_error_and_leaves_no_file(
     write(working_folder / "sol.jsonl", [{"question": "1", "sol": "2", "id": 3}] * 2)
     write(working_folder / "talk.jsonl", [{"messages": [{"role": "user", "content": "1"}], "answer": "1"}] * 2)
     (working_folder / "rows.csv").write_text("a,b\n")
+    (working_folder / "count.py").write_text(GAME)
     with pytest.raises(ConfigError, match=message) as caught:
         init("mine", *(a.format(model=tiny_model) for a in arguments))
     assert "\n" not in str(caught.value)
     assert not (working_folder / "mine").exists()
+
+
+def test_a_job_whose_first_prompt_fails_leaves_no_file(working_folder: Path, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_task"):
+        init("mine", "--data", "reasoning_gym:no_such_task", "--model", str(tiny_model))
+    assert list((working_folder / "mine").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "source"),
+    [("agent:talk.py:run", "agent:../talk.py:run"), ("talk.py:run", "../talk.py:run"), ("agent:command",) * 2],
+)
+def test_user_code_is_named_relative_to_the_folder(working_folder: Path, data: str, source: str) -> None:
+    (working_folder / "talk.py").write_text("async def run(base_url, key, task):\n    return 1.0\n")
+    inputs = first_job.InitInputs(data=data, model="model")
+    assert first_job._inspect_data(working_folder / "mine", inputs).source == source
+
+
+def test_an_option_without_a_value_names_the_option() -> None:
+    shown = init("--option", "split")
+    assert (shown.exit_code, shown.output.splitlines()[-1]) == (
+        2, "Error: --option split: expected KEY=VALUE, such as split=train",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["job.toml", "reward.py", "sums.jsonl", "model"])
