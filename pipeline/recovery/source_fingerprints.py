@@ -47,7 +47,18 @@ class Fingerprints:
         """Return short hashes of reward, data and template, which an evaluation records. name: name of its set."""
         run = {"reward": self.reward, "data": self.data, "template": self.template}
         parts = run | self.sets.get(name, {})
-        return {part: _hash_bytes(json.dumps(inputs, sort_keys=True).encode()) for part, inputs in parts.items()}
+        return {part: _hash_inputs(inputs) for part, inputs in parts.items()}
+
+    def digests_without_seed(self) -> dict[str, str]:
+        """Return short hashes of reward, data, template and evaluation sets that are the same for another seed."""
+        sets = {f"{name} {part}": inputs for name, parts in self.sets.items() for part, inputs in parts.items()}
+        parts = {"reward": self.reward, "data": self.data, "template": self.template}
+        parts |= {"evaluation sets": {f"{s}: {key}": value for s in sets for key, value in sets[s].items()}}
+        return {
+            part: _hash_inputs({key: value for key, value in inputs.items() if key.split()[-1] != "seed"})
+            for part, inputs in parts.items()
+            if inputs
+        }
 
 
 def compute(config: RunConfig) -> Fingerprints:
@@ -224,6 +235,10 @@ def _hash_path(path: Path) -> str:
         return _hash_bytes("\n".join(f"{file.relative_to(path)} {_hash_path(file)}" for file in files).encode())
     except OSError:
         return ""
+
+
+def _hash_inputs(inputs: Inputs) -> str:
+    return _hash_bytes(json.dumps(inputs, sort_keys=True).encode())
 
 
 def _hash_bytes(data: bytes) -> str:

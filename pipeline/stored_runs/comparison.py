@@ -1,7 +1,8 @@
 """Comparison of runs: settings that differ, curves, differences on the same prompts, and where time went; and its
 tables of text, for the terminal and the run page. Pure.
 
-Runs whose settings differ only in those of SEED_SETTINGS are seeds of one job. A job is one line: the mean over its
+Runs whose settings differ only in those of SEED_SETTINGS are seeds of one job; the settings include fingerprints of
+their code, reward and data. A job is one line: the mean over its
 runs, with the standard error over them.
 """
 

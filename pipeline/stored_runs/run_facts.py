@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.recovery.start_inputs import user_code_hash
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards, read_suites
 from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
 from staleflow.stores.trajectories.reader import StoreReader
@@ -34,8 +35,12 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
         ConfigError: Its job cannot be read.
         StoreError: Another file cannot be read.
     """
-    settings = {row.key: toml_value(row.value) for row in explain_values(load_job(run_dir))} | dict(view)
+    job, folder = load_job(run_dir), f"{run_dir.resolve()}/"
+    settings = {row.key: toml_value(row.value).replace(folder, "RUN/") for row in explain_values(job)} | dict(view)
     fingerprints = source_fingerprints.read(run_dir)
+    digests = {} if fingerprints is None else fingerprints.digests_without_seed()
+    digests["user code"] = user_code_hash(run_dir, branches=False)[: source_fingerprints.DIGITS]
+    settings |= {f"fingerprint of {part}": toml_value(digest) for part, digest in digests.items() if digest}
     facts = {} if fingerprints is None else asdict(fingerprints)
     reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))
     reward += view.get("branch", "")  # its rewards are others
@@ -45,7 +50,7 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
         settings=settings,
         steps=steps,
         evaluations=_evaluations(run_dir, len(steps)),
-        training_rewards={} if store is None else _training_rewards(store),
+        training_rewards={} if store is None else _training_rewards(store, list(job.task.sources_by_name)),
         reward=reward,
         data=data,
         diagnosis=_diagnosis(run_dir),
@@ -67,15 +72,16 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
     return facts
 
 
-def _training_rewards(store: StoreReader) -> dict[str, list[float]]:
-    """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored."""
+def _training_rewards(store: StoreReader, sources: Sequence[str]) -> dict[str, list[float]]:
+    """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored. A
+    discarded response whose reward failed counts as 0. sources: names of the task sources."""
     columns = store.columns(names=COLUMNS)
     has_failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
     (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~has_failed & (columns["dataset_row"] >= 0))
     rewards: dict[str, list[float]] = {}
     prompts = zip(columns["source"][positions].tolist(), columns["dataset_row"][positions].tolist(), strict=True)
     for (source, row), reward in zip(prompts, columns["reward"][positions].tolist(), strict=True):
-        rewards.setdefault(f"{source}:{row}", []).append(reward)
+        rewards.setdefault(f"{sources[source]}:{row}", []).append(reward)
     return rewards
 
 

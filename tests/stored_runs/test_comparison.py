@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import staleflow
+from staleflow.pipeline.config import knob_tree, loading
+from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards
-from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.pipeline.stored_runs import reward_rescoring, run_facts
 from staleflow.pipeline.stored_runs.comparison import TRAINING, EvaluationFacts, RunFacts, compare
 from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.reward_statistics import paired_difference
@@ -112,6 +117,50 @@ def test_trainer_times_add_up() -> None:
     assert sum(use.seconds.values()) == pytest.approx(use.elapsed_s) == 4.0
     assert (use.tokens, use.tokens_per_s) == (30.0, 10.0)
     assert (none.elapsed_s, none.tokens_per_s) == (0.0, 0.0)
+
+
+def seeds_of(job: Path, folder: Path, source: str = "jsonl:{run}/rows.jsonl", **changed: str) -> dict[str, Any]:
+    """The jobs of two seeds whose code and rows are in the folder of each run; `changed` files differ in the second."""
+    runs = []
+    for seed in (1, 2):
+        run_dir = folder / f"seed-{seed}"
+        (run_dir / "code").mkdir(parents=True)
+        texts = {"rows.jsonl": '{"prompt": "a", "answer": 1}\n', "code/mine.py": "score = source = route = len\n"}
+        for file, text in texts.items():
+            (run_dir / file).write_text(text + (changed.get(file, "") if seed == 2 else ""))
+        config = loading.load(job, (
+            f"runs_dir={folder}", f"name=seed-{seed}", f"seed={seed}", f"task.source={source.format(run=run_dir)}",
+            f"reward.function={run_dir}/code/mine.py:score",
+        ))  # fmt: skip
+        (run_dir / "config.toml").write_text(knob_tree.to_toml(config))
+        source_fingerprints.write(run_dir, source_fingerprints.compute(config))
+        runs.append(read_facts(run_dir, None, f"seed-{seed}", {}))
+    comparison = compare([dataclasses.replace(facts, steps=[{"reward": 0.5}]) for facts in runs])
+    return {"jobs": len(comparison.jobs), "settings": [row.key for row in comparison.settings]}
+
+
+def test_runs_with_copies_of_the_same_code_and_rows_are_seeds_of_a_job(job: Path, tmp_path: Path) -> None:
+    assert seeds_of(job, tmp_path / "rows") == {"jobs": 1, "settings": []}
+    assert seeds_of(job, tmp_path / "code", "{run}/code/mine.py:source") == {"jobs": 1, "settings": []}
+
+
+@pytest.mark.parametrize(
+    ("file", "parts"),
+    [("rows.jsonl", ["data"]), ("code/mine.py", ["reward", "user code"])],
+)
+def test_runs_with_other_code_or_rows_are_not_seeds_of_a_job(
+    job: Path, tmp_path: Path, file: str, parts: list[str]
+) -> None:
+    settings = [f"fingerprint of {part}" for part in parts]
+    assert seeds_of(job, tmp_path, **{file: "\n"}) == {"jobs": 2, "settings": settings}
+
+
+def test_training_rewards_are_by_name_of_the_source() -> None:
+    """The same sources in another order have other numbers."""
+    columns = {"fate": ["consumed"] * 3, "loss_mask": [True, True, False], "rewarded_s": [1.0] * 3,
+               "reward": [1.0, 0.5, 0.0], "source": [0, 1, 0], "dataset_row": [7, 7, 7]}  # fmt: skip
+    store: Any = SimpleNamespace(columns=lambda names: {name: np.array(columns[name]) for name in names})
+    assert run_facts._training_rewards(store, ["x", "y"]) == {"x:7": [1.0], "y:7": [0.5]}
 
 
 def test_fewer_than_two_runs_are_rejected() -> None:
