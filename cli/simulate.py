@@ -168,7 +168,7 @@ def print_profile(profile: Profile, path: Path) -> None:
     coefficients = stored["coefficients"]
     coefficients.pop("verify_share")
     for name, value in {**coefficients, **stored["latencies"]}.items():
-        click.echo(f"  {name:8} {value:.4g} s")
+        click.echo(f"  {name:8} {value:.4g}" + ("" if name.startswith("straggler") else " s"))
     if (acceptance := stored["acceptance_rate"]) is not None:
         click.echo(f"  acceptance {acceptance:.3g} of drafted tokens, as if each request drafted all that it might")
     click.echo(

@@ -74,6 +74,8 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
         cost["verify_share"] = profile["coefficients"]["verify_share"]
         seconds = dict(profile.get("latencies", {}))
+        if "train_s" in seconds:  # the measured time is that of a mean step
+            seconds["train_s_per_token"] = 0.0
         acceptance = profile.get("acceptance_rate")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(

@@ -36,7 +36,7 @@ from staleflow.tasks.training.trainer_settings import TrainingConfig
 class SimulationConfig:
     """Durations of everything except decoding, and injected faults, in `staleflow simulate` and emulated runs."""
 
-    train_s: float = knob(20.0, "seconds per training step", low=0, high=MAX_SECONDS)
+    train_s: float = knob(20.0, "seconds per training step on training.ranks ranks", low=0, high=MAX_SECONDS)
     train_s_per_token: float = knob(
         0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0, high=1
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
@@ -19,7 +20,7 @@ from staleflow.stores.weights.retention import kept_versions
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
-NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
+NO_CHANGE = "no change of instances, dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
 
 
 def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
@@ -78,7 +79,9 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
     is_shared = num_gpus == 1 and not config.shares_gpus
-    needed_bytes = rank_bytes + instance_bytes if is_shared else max(rank_bytes, instance_bytes)
+    needed_bytes = (
+        rank_bytes + instance_bytes * config.rollout.instances if is_shared else max(rank_bytes, instance_bytes)
+    )
     shape = _shape(config)
     if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
@@ -94,14 +97,17 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     job, shape = sized_job(config, num_gpus), _shape(config)
     ranks = (2**power for power in range(11))
     num_ranks = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
+    responses, tokens = config.batch.groups_per_step * config.batch.group_size, make_workload(config).mean_tokens
+    batch_tokens = responses * (config.workload.prompt_tokens + tokens)
+    step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
     work = StepWork.of(
         config.rollout.cost,
-        responses=config.batch.groups_per_step * config.batch.group_size,
-        tokens=min(config.workload.median, config.rollout.max_new_tokens),
+        responses=responses,
+        tokens=tokens,
         prompt_tokens=config.workload.prompt_tokens,
         max_running=job.engine.max_running,
         kv_tokens=job.engine.kv_tokens,
-        train_s=config.simulation.train_s,
+        train_s=step_s * config.training.ranks,
     )
     split = propose_split(work, num_gpus, job.engine.tensor_parallel, next(num_ranks))
     if split is None:

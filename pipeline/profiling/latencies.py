@@ -22,10 +22,14 @@ class LatencyTracker:
         self._warmup: dict[str, list[float]] = {}
         self._sums: dict[str, tuple[int, float]] = {}
         self._is_warm = False
-        self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # (count, time of the first, time of the last)
+        self._last_tick_s: float | None = None
+        self._tick_intervals: tuple[int, float] = (0, 0.0)  # (count, sum in seconds)
 
     def observe(self, now: float, event: events.Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
+        if isinstance(event, events.RunResumed):  # another clock, and new processes
+            self._pending_commands.clear()
+            self._is_warm, self._last_tick_s = False, None
         setting, key = _completed_latency(event, self._pending_commands)
         if key in self._pending_commands:
             issued_s, is_warm = self._pending_commands.pop(key)
@@ -38,8 +42,10 @@ class LatencyTracker:
             else:
                 self._warmup.setdefault(setting, []).append(max(0.0, now - issued_s - environment_s))
         if isinstance(event, events.Tick):
-            count, first_s, _ = self._ticks
-            self._ticks = count + 1, first_s if count else now, now
+            if self._last_tick_s is not None:
+                count, seconds = self._tick_intervals
+                self._tick_intervals = count + 1, seconds + now - self._last_tick_s
+            self._last_tick_s = now
         self._is_warm = self._is_warm or isinstance(event, events.VersionPublished)
         self._pending_commands.update(dict.fromkeys(_command_keys(commands), (now, self._is_warm)))
 
@@ -48,9 +54,9 @@ class LatencyTracker:
         """Mean seconds by the name of the setting in [simulation], for latencies that occurred. Means rather than
         medians, because a run also waits for slow ones."""
         means = {}
-        count, first_s, last_s = self._ticks
-        if count > 1 and last_s > first_s:
-            means["report_s"] = (last_s - first_s) / (count - 1)
+        count, seconds = self._tick_intervals
+        if seconds > 0:
+            means["report_s"] = seconds / count
         for setting in sorted({*self._warmup, *self._sums}):
             count, seconds = self._sums.get(setting, (0, 0.0))
             warmup_seconds = self._warmup.get(setting, [])

@@ -12,6 +12,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.cost_model import CostModel
@@ -47,7 +48,7 @@ class Profile:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """Build a profile from a finished run.
+    """Build a profile from a finished run, with all its starts.
 
     Raises:
         ConfigError: The run has not ended, or sampled too little.
@@ -69,8 +70,9 @@ def profile_run(run_dir: Path) -> Profile:
         on_pull=rollout.get("on_pull", "keep"),
         draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
     )  # fmt: skip
-    for entry in journal.JournalReader(run_dir / "events.jsonl"):
-        tracker.observe(entry.now, entry.event, entry.commands)
+    for _, events in recorded_starts(run_dir):
+        for entry in journal.JournalReader(events):
+            tracker.observe(entry.now, entry.event, entry.commands)
     fit = tracker.fit()
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")

@@ -27,7 +27,7 @@ class SizedJob:
     Args:
         max_length: Tokens of its longest sequence, prompt included.
         num_gpus: GPUs of trainer and instances together.
-        has_own_gpus: Whether trainer and instances have separate GPUs.
+        has_own_gpus: Whether trainer and instances have separate GPUs; otherwise all share one.
         takes_turns: Whether they use the same GPUs in turns.
         start_s: The job's deadlines.start_s.
     """
@@ -46,6 +46,11 @@ class SizedJob:
         if self.takes_turns:
             return max(self.training.ranks, self.instances * self.engine.tensor_parallel)
         return self.training.ranks + self.instances * self.engine.tensor_parallel if self.has_own_gpus else 1
+
+    @property
+    def instances_on_gpu(self) -> int:
+        """Number of instances that share a GPU."""
+        return 1 if self.has_own_gpus or self.takes_turns else self.instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,8 @@ def _fits(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> bool:
     usable_bytes = device_bytes * (1 - memory.MARGIN)
     if job.takes_turns:
         return max(trainer, engine) + memory.CONTEXT_BYTES <= usable_bytes
-    return max(trainer, engine) <= usable_bytes if job.has_own_gpus else trainer + engine <= usable_bytes
+    together = max(trainer, engine) if job.has_own_gpus else trainer + engine * job.instances_on_gpu
+    return together <= usable_bytes
 
 
 def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
@@ -96,6 +102,7 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     training, engine = job.training, job.engine
     num_free_gpus = job.num_gpus - (0 if job.takes_turns else job.instances * engine.tensor_parallel)
     options: dict[str, Sequence[object]] = {
+        "rollout.instances": [1] if job.instances_on_gpu > 1 else [],
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute else [True],
         "training.microbatch_tokens": [job.max_length] if job.max_length < training.microbatch_tokens else [],
@@ -125,6 +132,7 @@ SHAPE_FIELDS = {
     "training.microbatch_tokens": ("training", "microbatch_tokens"),
     "training.ranks": ("training", "ranks"),
     "training.offload": ("training", "offload"),
+    "rollout.instances": ("job", "instances"),
     "rollout.engine.kv_tokens": ("engine", "kv_tokens"),
     "rollout.engine.tensor_parallel": ("engine", "tensor_parallel"),
 }
@@ -132,7 +140,7 @@ SHAPE_FIELDS = {
 
 
 def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
-    parts: dict[str, dict[str, object]] = {"training": {}, "engine": {}}
+    parts: dict[str, dict[str, object]] = {"training": {}, "engine": {}, "job": {}}
     for option, value in changes.items():
         if option == "model.dtype":
             parts["training"]["dtype"] = parts["engine"]["dtype"] = value
@@ -143,6 +151,7 @@ def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
         job,
         training=dataclasses.replace(job.training, **parts["training"]),  # type: ignore[arg-type]
         engine=dataclasses.replace(job.engine, **parts["engine"]),  # type: ignore[arg-type]
+        **parts["job"],  # type: ignore[arg-type]
     )
 
 
@@ -151,11 +160,13 @@ def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int
     the weights take longer to load."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
     usable_bytes = device_bytes * (1 - memory.MARGIN)
-    free_bytes = usable_bytes - sum(memory.engine_parts(model, engine).values())
+    num_sharing = job.instances_on_gpu
+    free_bytes = usable_bytes - num_sharing * sum(memory.engine_parts(model, engine).values())
     if job.takes_turns:
         free_bytes -= memory.CONTEXT_BYTES
     elif not job.has_own_gpus:
         free_bytes -= sum(memory.trainer_parts(model, job.training).values())
+    free_bytes /= num_sharing
     if free_bytes < job.engine.kv_tokens * memory.cache_bytes(model, engine):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
         kv_tokens = job.engine.kv_tokens
@@ -242,6 +253,6 @@ def propose_split(work: StepWork, num_gpus: int, tensor_parallel: int = 1, min_r
     step_s, ranks, instances = best
     reason = (
         f"an instance samples a step's batch in {work.sample_s:.3g} s (rollout.cost), a rank trains it in "
-        f"{work.train_s:.3g} s (simulation.train_s): together {step_s:.3g} s a step"
+        f"{work.train_s:.3g} s (simulation.train_s, training.ranks): together {step_s:.3g} s a step"
     )
     return Split(instances=instances, ranks=ranks, reason=reason)

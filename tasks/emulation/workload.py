@@ -39,6 +39,11 @@ class Turn(NamedTuple):
 class Workload(Protocol):
     """Lengths, turns and rewards of emulated responses."""
 
+    @property
+    def mean_tokens(self) -> float:
+        """Mean number of sampled tokens of a response."""
+        ...
+
     def prompt_tokens(self, group: int) -> int: ...
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
@@ -104,6 +109,10 @@ class RandomWorkload:
     def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadConfig, int, int, int]]:
         """Pickle only the settings; the receiver draws the same numbers."""
         return RandomWorkload, (self._config, self._members, self._max_tokens, self._seed)
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(self._block(0)["lengths"].mean())
 
     def prompt_tokens(self, group: int) -> int:
         return self._config.prompt_tokens
@@ -196,6 +205,10 @@ class RecordedWorkload:
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
         self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
+
+    @property
+    def mean_tokens(self) -> float:
+        return float(self._lengths.mean())
 
     def prompt_tokens(self, group: int) -> int:
         return int(self._prompts[group % len(self._prompts)])

@@ -94,6 +94,21 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
     assert profile.latencies["report_s"] == pytest.approx(0.5)
 
 
+def test_a_profile_includes_the_earlier_starts_of_a_run(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05")
+    expected = profile_run(run)
+    events = run / "events.jsonl"
+    events.rename(run / "events.1.jsonl")
+    later_start = journal.Journal(events)
+    later_start.append(10.0, RunResumed(step=3, num_ended=()), ())  # its clock goes back to the resume point
+    for number in range(20):
+        later_start.append(10.0 + 0.5 * number, Tick(), ())
+    later_start.close()
+    profile = profile_run(run)
+    assert profile.fit == expected.fit
+    assert profile.latencies == pytest.approx(expected.latencies, rel=1e-3)
+
+
 def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> None:
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(
@@ -109,7 +124,8 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> No
     # A job with the profile and the diagnosis of the run use the measured values.
     out = tmp_path / "profile.json"
     write_profile(out, profile)
-    job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
+    job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting, "simulation.train_s_per_token=0.1"))
+    assert job.simulation.train_s_per_token == 0.0, "the measured train_s includes it"
     assert job.workload.acceptance_rate == profile.draft_stats.acceptance
     known = compute_sizes(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
     expected_s = factories.job_cost_at(load_job(run), 32).step_s(32, 8000.0)

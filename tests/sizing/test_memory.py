@@ -253,6 +253,22 @@ def test_a_small_model_fits_and_its_cache_is_proposed() -> None:
     assert kv_bytes(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
 
 
+def test_instances_that_share_a_gpu_are_all_counted() -> None:
+    proposed = []
+    for instances in (1, 2, 4):
+        several = dataclasses.replace(job(1), instances=instances)
+        plan = make_plan(shape("0.6B"), several, 80 * GB)
+        assert plan.changes == {}
+        proposed.append(kv_tokens := int(str(plan.proposed["rollout.engine.kv_tokens"])))
+        engine = dataclasses.replace(several.engine, kv_tokens=kv_tokens, batch_tokens=8192)
+        parts = trainer_parts(shape("0.6B"), several.training), engine_parts(shape("0.6B"), engine)
+        used = sum(parts[0].values()) + instances * sum(parts[1].values())
+        assert 0.95 * plan.usable_bytes < used <= plan.usable_bytes
+    assert proposed == sorted(proposed, reverse=True)
+    crowded = dataclasses.replace(job(1), instances=20)
+    assert make_plan(shape("0.6B"), crowded, 40 * GB).changes == {"rollout.instances": 1}
+
+
 def test_a_model_that_does_not_fit_gets_the_smallest_change() -> None:
     alone = make_plan(shape("8B"), job(8), 80 * GB)
     assert alone.changes == {"training.recompute_activations": True, "training.ranks": 4}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staleflow.pipeline.config import size_plan
+from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.sizing.plan import StepWork, propose_split
 
 
@@ -33,3 +39,31 @@ def test_slower_sampling_gets_more_gpus() -> None:
     split = propose_split(StepWork(sample_s=60.0, train_s=20.0), 8)
     assert split is not None and (split.instances, split.ranks) == (6, 2)
     assert "samples a step's batch in 60 s (rollout.cost), a rank trains it in 20 s" in split.reason
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_jobs_split_counts_mean_responses_and_the_work_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """simulation.train_s is that of all ranks; responses are longer on average than in the median."""
+    job = RunConfig()
+    job = dataclasses.replace(
+        job,
+        training=dataclasses.replace(job.training, ranks=ranks),
+        simulation=dataclasses.replace(job.simulation, train_s=3.0, train_s_per_token=1e-5),
+        rollout=dataclasses.replace(job.rollout, max_new_tokens=100_000),
+    )
+    works: list[StepWork] = []
+
+    def record_work(work: StepWork, *settings: int) -> None:
+        works.append(work)
+
+    monkeypatch.setattr(size_plan, "propose_split", record_work)
+    assert size_plan.split_line(job, 8, 0) == ""
+    mean = make_workload(job).mean_tokens
+    assert mean == pytest.approx(1.65 * job.workload.median, rel=0.05)  # lognormal, sigma 1: exp(1 / 2)
+    batch_tokens = job.trajectories_per_step * (job.workload.prompt_tokens + mean)
+    assert works[0].train_s == pytest.approx(ranks * (3.0 + 1e-5 * batch_tokens))
+    with_double = dataclasses.replace(job, workload=dataclasses.replace(job.workload, median=2 * job.workload.median))
+    size_plan.split_line(with_double, 8, 0)
+    assert works[1].sample_s > 1.8 * works[0].sample_s
