@@ -29,7 +29,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from staleflow.pipeline.recovery.resumption import recorded_starts
+from staleflow.pipeline.coordination.journal import recorded_starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment, Trajectory
 

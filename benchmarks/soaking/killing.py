@@ -24,7 +24,7 @@ from benchmarks.soaking.cluster import ENVIRONMENT
 from benchmarks.soaking.counting import audited
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import InstanceReported, PullFinished, RunResumed, TrajectorySampled
-from staleflow.pipeline.recovery.resumption import recorded_starts
+from staleflow.pipeline.coordination.journal import recorded_starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
@@ -17,6 +16,7 @@ from staleflow.pipeline.sizing import memory
 from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, StepWork, make_plan, propose_split
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
+from staleflow.tasks.emulation.workload import RandomWorkload
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
@@ -79,9 +79,8 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes = gpu_bytes(config)
     is_shared = num_gpus == 1 and not config.shares_gpus
-    needed_bytes = (
-        rank_bytes + instance_bytes * config.rollout.instances if is_shared else max(rank_bytes, instance_bytes)
-    )
+    all_bytes = rank_bytes + instance_bytes * config.rollout.instances
+    needed_bytes = all_bytes if is_shared else max(rank_bytes, instance_bytes)
     shape = _shape(config)
     if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
@@ -90,14 +89,14 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
 
 
 def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
-    """One line that proposes how many GPUs instances and ranks should get, and why; empty for too few GPUs, and in
-    turns."""
-    if config.shares_gpus:
+    """One line that proposes how many GPUs instances and ranks should get, and why; empty for too few GPUs, in turns,
+    and for recorded responses, which are in a store."""
+    if config.shares_gpus or config.workload.kind == "recorded":
         return ""
     job, shape = sized_job(config, num_gpus), _shape(config)
     ranks = (2**power for power in range(11))
     num_ranks = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
-    responses, tokens = config.batch.groups_per_step * config.batch.group_size, make_workload(config).mean_tokens
+    responses, tokens = config.batch.groups_per_step * config.batch.group_size, mean_tokens(config)
     batch_tokens = responses * (config.workload.prompt_tokens + tokens)
     step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
     work = StepWork.of(
@@ -116,6 +115,13 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
         f"proposed for {num_gpus} GPUs: rollout.instances = {split.instances}, training.ranks = {split.ranks}: "
         f"{split.reason}"
     )
+
+
+def mean_tokens(config: RunConfig) -> float:
+    """Mean length of a job's random responses."""
+    return RandomWorkload(
+        config.workload, members=config.batch.group_size, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+    ).mean_tokens
 
 
 def _rank_fits(shape: memory.ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:

@@ -143,6 +143,18 @@ def _next_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.next")
 
 
+def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
+    """Return the paths (job file, journal) of each start of the run, oldest first."""
+    numbers = start_numbers(run_dir)
+    starts = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in numbers]
+    return [*starts, (run_dir / "config.toml", run_dir / "events.jsonl")]
+
+
+def start_numbers(run_dir: Path) -> list[int]:
+    """Return the numbers of the run's earlier starts, in order."""
+    return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
+
+
 def list_closed_parts(path: Path) -> dict[int, Path]:
     """The closed parts of the journal at `path`, by number. If a part exists compressed and uncompressed, the
     compressed one is complete."""

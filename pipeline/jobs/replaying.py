@@ -9,8 +9,7 @@ from pathlib import Path
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import RunResumed, StopRequested
-from staleflow.pipeline.coordination.journal import JournalEntry
-from staleflow.pipeline.recovery.resumption import recorded_starts
+from staleflow.pipeline.coordination.journal import JournalEntry, recorded_starts
 from staleflow.pipeline.recovery.run_folder import load_job, require_run
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import Summary

@@ -12,7 +12,6 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
-from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.cost_model import CostModel
@@ -70,7 +69,7 @@ def profile_run(run_dir: Path) -> Profile:
         on_pull=rollout.get("on_pull", "keep"),
         draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
     )  # fmt: skip
-    for _, events in recorded_starts(run_dir):
+    for _, events in journal.recorded_starts(run_dir):
         for entry in journal.JournalReader(events):
             tracker.observe(entry.now, entry.event, entry.commands)
     fit = tracker.fit()

@@ -181,20 +181,9 @@ def prepare(config: RunConfig) -> Resumption:
     )
 
 
-def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
-    """Return the paths (job file, recorded events) of each start of the run, oldest first."""
-    numbers = _start_numbers(run_dir)
-    starts = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in numbers]
-    return [*starts, (run_dir / "config.toml", run_dir / "events.jsonl")]
-
-
-def _start_numbers(run_dir: Path) -> list[int]:
-    return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
-
-
 def _latest_number(run_dir: Path) -> int:
     """Return the number of the latest earlier start; 0 if there is none."""
-    return max(_start_numbers(run_dir), default=0)
+    return max(journal.start_numbers(run_dir), default=0)
 
 
 def _archive_start(run_dir: Path) -> None:

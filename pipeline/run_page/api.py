@@ -12,10 +12,9 @@ import numpy as np
 
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.journal import list_files, uncompressed_bytes
+from staleflow.pipeline.coordination.journal import list_files, recorded_starts, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
-from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot

@@ -19,8 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.journal import PART_HEADING, list_files, open_part, uncompressed_bytes
-from staleflow.pipeline.recovery.resumption import recorded_starts
+from staleflow.pipeline.coordination.journal import (
+    PART_HEADING,
+    list_files,
+    open_part,
+    recorded_starts,
+    uncompressed_bytes,
+)
 from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites

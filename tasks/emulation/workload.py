@@ -39,11 +39,6 @@ class Turn(NamedTuple):
 class Workload(Protocol):
     """Lengths, turns and rewards of emulated responses."""
 
-    @property
-    def mean_tokens(self) -> float:
-        """Mean number of sampled tokens of a response."""
-        ...
-
     def prompt_tokens(self, group: int) -> int: ...
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
@@ -112,6 +107,7 @@ class RandomWorkload:
 
     @property
     def mean_tokens(self) -> float:
+        """Mean number of sampled tokens of a response, over BLOCK_GROUPS groups."""
         return float(self._block(0)["lengths"].mean())
 
     def prompt_tokens(self, group: int) -> int:
@@ -205,10 +201,6 @@ class RecordedWorkload:
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
         self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
-
-    @property
-    def mean_tokens(self) -> float:
-        return float(self._lengths.mean())
 
     def prompt_tokens(self, group: int) -> int:
         return int(self._prompts[group % len(self._prompts)])

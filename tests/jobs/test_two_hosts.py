@@ -20,7 +20,7 @@ from benchmarks.soaking.counting import prompts
 from benchmarks.soaking.job import NAME, Job
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.recovery.resumption import recorded_starts
+from staleflow.pipeline.coordination.journal import recorded_starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.jobs.test_jobs import Cluster, actor_processes, manual_cluster

@@ -20,9 +20,9 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.journal import recorded_starts
 from staleflow.pipeline.jobs.execution import RunEnd, execute
 from staleflow.pipeline.processes.dask_workers import DaskWorkers, connect
-from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver

@@ -15,9 +15,8 @@ import pytest
 
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import Tick
-from staleflow.pipeline.coordination.journal import Journal, JournalEntry
+from staleflow.pipeline.coordination.journal import Journal, JournalEntry, recorded_starts
 from staleflow.pipeline.recovery import resumption, run_journal
-from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_journal import RunJournal, compress
 from staleflow.pipeline.run_page.run_reader import JournalFollower
 from staleflow.stores.errors import ConfigError, StoreError

@@ -265,8 +265,8 @@ def test_instances_that_share_a_gpu_are_all_counted() -> None:
         used = sum(parts[0].values()) + instances * sum(parts[1].values())
         assert 0.95 * plan.usable_bytes < used <= plan.usable_bytes
     assert proposed == sorted(proposed, reverse=True)
-    crowded = dataclasses.replace(job(1), instances=20)
-    assert make_plan(shape("0.6B"), crowded, 40 * GB).changes == {"rollout.instances": 1}
+    crowded = dataclasses.replace(job(1), instances=40)
+    assert make_plan(shape("0.6B"), crowded, 80 * GB).changes == {"rollout.instances": 1}
 
 
 def test_a_model_that_does_not_fit_gets_the_smallest_change() -> None:

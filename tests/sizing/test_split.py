@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.pipeline.config import size_plan
-from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.sizing.plan import StepWork, propose_split
 
@@ -60,7 +59,7 @@ def test_a_jobs_split_counts_mean_responses_and_the_work_of_all_ranks(
 
     monkeypatch.setattr(size_plan, "propose_split", record_work)
     assert size_plan.split_line(job, 8, 0) == ""
-    mean = make_workload(job).mean_tokens
+    mean = size_plan.mean_tokens(job)
     assert mean == pytest.approx(1.65 * job.workload.median, rel=0.05)  # lognormal, sigma 1: exp(1 / 2)
     batch_tokens = job.trajectories_per_step * (job.workload.prompt_tokens + mean)
     assert works[0].train_s == pytest.approx(ranks * (3.0 + 1e-5 * batch_tokens))
