@@ -118,7 +118,7 @@ def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("0.6B")}))
     knobs = (
-        f"model.path={tmp_path}", "model.dtype=bfloat16", "rollout.engine.kv_tokens=66000",
+        f"model.path={tmp_path}", "model.dtype=bfloat16", "rollout.engine.kv_tokens=64000",
         "training.recompute_activations=true",
     )  # fmt: skip
     turns = (*knobs, "cluster.layout=turns")
