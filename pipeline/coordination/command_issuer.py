@@ -82,7 +82,8 @@ class CommandIssuer:
 
     def route(self, trajectory: LiveTrajectory, instance: Instance) -> None:
         """Route a queued trajectory to an instance."""
-        # The instance takes over the cached context. A context cached elsewhere stays, in case a later turn returns.
+        # The instance takes over the cached context. A context cached elsewhere stays until it is evicted, in case a
+        # later turn returns: releasing it made simulated batches of 21 turns 0.2 % slower.
         self._state.pop_cached_instance(trajectory)
         self._state.route(trajectory, instance)
         self._decision_log.note(trajectory.id, f"routed to {instance.id} at version {instance.version}")
