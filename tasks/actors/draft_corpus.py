@@ -26,13 +26,17 @@ ROWS_PER_READ = 512
 """Number of rows in one read of the store."""
 
 
+ResponseKey = tuple[TrajectoryId, int]
+"""A response, with its number of tokens: a trajectory between two turns has a longer one later."""
+
+
 class NewResponses(NamedTuple):
     """Responses to send to an instance, for the prompts of the trajectories that it is running."""
 
     responses: list[PromptResponses]
     """Responses that the instance does not have yet."""
-    known_ids: frozenset[TrajectoryId]
-    """Ids of all responses that it has once it has received these."""
+    known_keys: frozenset[ResponseKey]
+    """Keys of all responses that it has once it has received these."""
 
 
 class DraftCorpus:
@@ -68,10 +72,10 @@ class DraftCorpus:
             if not responses:
                 del self._stored_responses[prompt]
 
-    def new_responses(self, running: Iterable[TrajectoryId], known_ids: frozenset[TrajectoryId]) -> NewResponses:
-        """Return responses to the prompts of running trajectories, without those whose ids are in `known_ids`."""
+    def new_responses(self, running: Iterable[TrajectoryId], known_keys: frozenset[ResponseKey]) -> NewResponses:
+        """Return responses to the prompts of running trajectories, without those whose keys are in `known_keys`."""
         responses: list[PromptResponses] = []
-        new_known_ids: set[TrajectoryId] = set()
+        new_known_keys: set[ResponseKey] = set()
         prompts: dict[bytes, list[Trajectory]] = {}
         for t in (self._in_flight.live.get(i) for i in running if self._max_tokens):
             if t is not None:
@@ -81,13 +85,15 @@ class DraftCorpus:
             tokens_by_id = {i: tokens for t in groups.values() for i, tokens in self._finished_siblings(t)} | dict(
                 self._stored_responses.get(prompt, {})
             )
-            unsent = [(i, tokens) for i, tokens in tokens_by_id.items() if i not in known_ids][:MAX_RESPONSES_PER_REPLY]
-            new_known_ids |= (known_ids & tokens_by_id.keys()) | {i for i, _ in unsent}
-            if unsent:
+            keys = [(i, len(tokens)) for i, tokens in tokens_by_id.items()]
+            unsent_keys = [key for key in keys if key not in known_keys][:MAX_RESPONSES_PER_REPLY]
+            new_known_keys |= (known_keys & {*keys}) | {*unsent_keys}
+            if unsent_keys:
+                unsent = tuple((i, tokens_by_id[i]) for i, _ in unsent_keys)
                 responses.append(
-                    PromptResponses(prompt=tuple(trajectories[0].prompt_tokens.tolist()), responses=tuple(unsent))
+                    PromptResponses(prompt=tuple(trajectories[0].prompt_tokens.tolist()), responses=unsent)
                 )
-        return NewResponses(responses, frozenset(new_known_ids))
+        return NewResponses(responses, frozenset(new_known_keys))
 
     def _finished_siblings(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:
         """Yield the finished siblings of a trajectory in flight, with their tokens."""

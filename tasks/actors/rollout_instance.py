@@ -26,7 +26,7 @@ from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, TrajectoryId, is_evaluation
 from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
-from staleflow.tasks.actors.draft_corpus import NewResponses
+from staleflow.tasks.actors.draft_corpus import NewResponses, ResponseKey
 from staleflow.tasks.actors.parameter_server import PublishedWeights
 from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines import engine_handover
@@ -82,7 +82,7 @@ class RolloutInstance:
         self._instance = instance
         self._call_s = call_s
         self._fetches_drafts = fetches_drafts
-        self._known_response_ids: frozenset[TrajectoryId] = frozenset()
+        self._known_response_keys: frozenset[ResponseKey] = frozenset()
         """Other responses to the prompts of running requests that the engine has."""
         self._drafts_fetched_s = 0.0
         """Time of the last fetch of other responses, on the loop's clock."""
@@ -287,13 +287,13 @@ class RolloutInstance:
                 server,
                 "draft_responses",
                 running,
-                self._known_response_ids,
+                self._known_response_keys,
                 timeout_s=self._call_s,
                 actor_name="server",
             )
         except ActorLost:
             return
-        self._known_response_ids = responses.known_ids
+        self._known_response_keys = responses.known_keys
         self._engine.add_draft_responses(responses.responses)
 
     async def _deliver(

@@ -42,7 +42,7 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors import in_flight_recovery, server_messages
 from staleflow.tasks.actors.actor_calls import remote_methods
-from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses
+from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses, ResponseKey
 from staleflow.tasks.actors.engine_requests import build_request
 from staleflow.tasks.actors.episode_states import episode_state, newest_turn, recorded_score
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
@@ -260,11 +260,11 @@ class TrajectoryServer:
         return num_tokens
 
     async def draft_responses(
-        self, running: tuple[TrajectoryId, ...], known_ids: frozenset[TrajectoryId]
+        self, running: tuple[TrajectoryId, ...], known_keys: frozenset[ResponseKey]
     ) -> NewResponses:
-        """Return responses to the prompts of running trajectories, for drafting. known_ids: ids of the responses that
-        the instance has already."""
-        return self._draft_corpus.new_responses(running, known_ids)
+        """Return responses to the prompts of running trajectories, for drafting. known_keys: keys of the responses
+        that the instance has already."""
+        return self._draft_corpus.new_responses(running, known_keys)
 
     async def episode_states(
         self, requested: list[tuple[TrajectoryId, int]]

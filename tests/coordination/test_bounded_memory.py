@@ -195,7 +195,7 @@ def test_a_rollout_instance_uses_bounded_memory_over_many_trajectories(tmp_path:
             while len(outcomes) < 2:
                 outcomes += await instance.next_events(server, 5.0)
                 num_delivered += len((await instance.report()).delivered)
-                num_known += len(instance._known_response_ids)
+                num_known += len(instance._known_response_keys)
         assert min(num_delivered, num_known) > SOME
         assert largest(instance, (VirtualEngine,)) == {}
 

@@ -14,7 +14,12 @@ import pytest
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.in_flight.in_flight_state import InFlightState
-from staleflow.stores.in_flight.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
+from staleflow.stores.in_flight.spool_entries import (
+    GroupDrawn,
+    ObservationDelivered,
+    TokensDelivered,
+    TrajectoriesRouted,
+)
 from staleflow.stores.trajectory import (
     EndedTrajectory,
     Fate,
@@ -26,7 +31,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors import draft_corpus
-from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses
+from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses, ResponseKey
 from staleflow.tasks.actors.rollout_instance import DRAFT_FETCH_S
 from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
@@ -38,7 +43,7 @@ from tests.support.segments import sampled_segment
 RUN = virtual_time.run
 
 PROMPT, OTHER = (3, 10, 14), (3, 10, 15)
-NOTHING: frozenset[TrajectoryId] = frozenset()
+NOTHING: frozenset[ResponseKey] = frozenset()
 
 
 def flight(**finished: Sequence[int]) -> InFlightState:
@@ -51,9 +56,9 @@ def flight(**finished: Sequence[int]) -> InFlightState:
     return state
 
 
-def deliver(state: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
+def deliver(state: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason, start: int = 0) -> None:
     entry = TokensDelivered(
-        trajectory=TrajectoryId(trajectory), route_number=1, start=0, segments=(sampled_segment(tokens),),
+        trajectory=TrajectoryId(trajectory), route_number=1, start=start, segments=(sampled_segment(tokens),),
         finish=finish, at_s=1.0, attempt=0,
     )  # fmt: skip
     assert state.apply(entry)
@@ -68,10 +73,12 @@ def stored_row(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] =
 
 
 def other_responses(
-    corpus: DraftCorpus, *running: int, known_ids: frozenset[TrajectoryId] = NOTHING
+    corpus: DraftCorpus, *running: int, known_keys: frozenset[ResponseKey] = NOTHING
 ) -> dict[int, tuple[int, ...]]:
-    answer = corpus.new_responses([TrajectoryId(i) for i in running], known_ids)
-    assert {i for found in answer.responses for i, _ in found.responses} | known_ids >= answer.known_ids
+    answer = corpus.new_responses([TrajectoryId(i) for i in running], known_keys)
+    assert {
+        (i, len(tokens)) for found in answer.responses for i, tokens in found.responses
+    } | known_keys >= answer.known_keys
     return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
@@ -91,12 +98,25 @@ def test_draft_corpus_returns_each_response_once() -> None:
     state = flight(t1=(5, 6, 7))
     corpus = DraftCorpus(state, 1000)
     first = corpus.new_responses([TrajectoryId(0)], NOTHING)
-    assert first.known_ids == {1}
-    again = corpus.new_responses([TrajectoryId(0)], first.known_ids | {TrajectoryId(500)})
+    assert first.known_keys == {(1, 3)}
+    again = corpus.new_responses([TrajectoryId(0)], first.known_keys | {(TrajectoryId(500), 1)})
     assert again.responses == []
-    assert again.known_ids == {1}
+    assert again.known_keys == {(1, 3)}
     deliver(state, 2, (5, 9), FinishReason.STOP)
-    assert other_responses(corpus, 0, known_ids=again.known_ids) == {2: (5, 9)}
+    assert other_responses(corpus, 0, known_keys=again.known_keys) == {2: (5, 9)}
+
+
+def test_draft_corpus_returns_a_response_again_once_it_is_longer() -> None:
+    """An instance may not ask between two of the turns."""
+    state = flight(t1=(5, 6))
+    corpus = DraftCorpus(state, 1000)
+    first = corpus.new_responses([TrajectoryId(0)], NOTHING)
+    observation = ObservationDelivered(
+        trajectory=TrajectoryId(1), start=2, tokens=np.asarray([8], np.int32), role="tool", seconds=0.0, at_s=2.0
+    )
+    assert state.apply(observation)
+    deliver(state, 1, (9,), FinishReason.STOP, start=3)
+    assert other_responses(corpus, 0, known_keys=first.known_keys) == {1: (5, 6, 8, 9)}
 
 
 def test_draft_corpus_returns_siblings_of_every_group_with_the_prompt() -> None:
@@ -112,8 +132,10 @@ def test_draft_corpus_limits_the_responses_of_a_reply(monkeypatch: pytest.Monkey
     monkeypatch.setattr(draft_corpus, "MAX_RESPONSES_PER_REPLY", 2)
     corpus = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = corpus.new_responses([TrajectoryId(0)], NOTHING)
-    assert len(first.known_ids) == 2
-    assert other_responses(corpus, 0, known_ids=first.known_ids).keys() == {1, 2, 3} - first.known_ids
+    assert len(first.known_keys) == 2
+    assert other_responses(corpus, 0, known_keys=first.known_keys).keys() == {1, 2, 3} - {
+        i for i, _ in first.known_keys
+    }
 
 
 def test_draft_corpus_size_is_bounded() -> None:
