@@ -56,7 +56,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
 def print_values(rows: Sequence[ExplainedValue], *, as_json: bool) -> None:
     """Print explained values as a table, or as JSON."""
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(r) for r in rows], indent=2))
+        click.echo(json.dumps([dataclasses.asdict(r) for r in rows], indent=2, default=str))  # dates of TOML
         return
     width = max(len(r.key) for r in rows)
     for row in rows:

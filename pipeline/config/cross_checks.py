@@ -59,6 +59,8 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
             split_url(config.store_url)
         except ConfigError:
             yield f"store = {config.store!r} is not a valid store; {URL_REMEDY}"
+    if bool(config.endpoint.tls_cert) != bool(config.endpoint.tls_key):
+        yield "endpoint.tls_cert and endpoint.tls_key belong together; set both, or neither"
     yield from _check_evaluation(config)
     yield from _check_engine(config)
     yield from _check_virtual(config)
@@ -233,7 +235,8 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
     if engine.kv_tokens < config.rollout.max_new_tokens:
         yield (
             f"rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}; set it to at least "
+            f"{2 * config.rollout.max_new_tokens}, for a prompt too"
         )
 
 

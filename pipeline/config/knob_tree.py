@@ -240,8 +240,8 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)
-    limits = (("minimum", spec.low), ("maximum", spec.high), ("exclusiveMinimum", spec.above))
-    return schema | {name: limit for name, limit in limits if limit is not None}
+    limits = {"minimum": spec.low, "maximum": spec.high, "exclusiveMinimum": spec.above, "exclusiveMaximum": spec.below}
+    return schema | {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def _choices_or_code(kind: str, spec: Knob) -> list[dict[str, Any]]:

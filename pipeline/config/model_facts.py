@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +33,21 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     the setting or option that names the model, for messages. Raises ConfigError, for instance if the model cannot be
     loaded, or if rollout.max_new_tokens or rollout.engine.kv_tokens does not fit its context.
     """
-    if config.emulated:
-        if config.workload.kind == "agentic" and not config.has_environment:
-            raise ConfigError(
-                'workload.kind = "agentic": without environments only `staleflow simulate` has tool calls; set '
-                'task.multi_turn = "yes", or choose another'
-            )
-        if not config.has_texts:
-            return ModelFacts(context_length=2**31, eos=(), nonce=secrets.token_hex(4))
+    if not config.has_texts:
+        return ModelFacts(context_length=2**31, eos=(), nonce=secrets.token_hex(4))
     subject, folder = f"{key} = {config.model.path!r}", find_model(config.model.path, key)
     eos: tuple[int, ...] = ()
     if config.emulated and folder is not None:
         architecture = read_architecture(folder, subject)
     else:
         architecture, eos = _load_configuration(str(folder or config.model.path), subject)
+    check_lengths(config, architecture)
+    context = context_of(architecture)
+    return ModelFacts(context_length=context, eos=() if config.emulated else eos, nonce=secrets.token_hex(4))
+
+
+def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
+    """Check that the lengths of a job fit the context of a model. Raises ConfigError. architecture: its config.json."""
     context, max_new_tokens, kv_tokens = (
         context_of(architecture), config.rollout.max_new_tokens, config.rollout.engine.kv_tokens,
     )  # fmt: skip
@@ -59,7 +61,6 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
             f"rollout.engine.kv_tokens = {kv_tokens} is too small for a prompt and a response of {max_new_tokens} "
             f"tokens; set it to at least {2 * max_new_tokens}"
         )
-    return ModelFacts(context_length=context, eos=() if config.emulated else eos, nonce=secrets.token_hex(4))
 
 
 def _load_configuration(path: str, subject: str) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, local_gpus, model_files, size_plan, user_files
+from staleflow.pipeline.config.model_facts import check_lengths
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 MAX_NAME_BYTES = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
 PATH_KEYS = (
-    "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODEL_KEYS,
-    *user_files.CODE_KEYS,
+    "runs_dir", "cluster.shared_memory", *user_files.PATH_KEYS, *user_files.MODEL_KEYS, *user_files.CODE_KEYS,
 )  # fmt: skip
 """Keys that may name a file or folder."""
 MAX_DRAWN_PROMPTS = 100_000
@@ -65,6 +65,8 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
         header = actor_settings.run_header(user_files.with_absolute_paths(config))
         check_bucket(header.url, None if (config.run_dir / "store").exists() else header.job)
     _check_steps(config)
+    if config.emulated:
+        _check_workload(config, runs_here=runs_here)
     if not config.has_texts:
         user_files.check(config)
         return []
@@ -73,6 +75,9 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
         if runs_here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
+    for key in user_files.TLS_KEYS if runs_here else ():
+        if (file := str(reduce(getattr, key.split("."), config))) and not Path(file).is_file():
+            raise ConfigError(f"{key} = {file!r}: no such file")
     folder = _check_model(config, notes, runs_here=runs_here)
     _check_reference(config, folder, notes, runs_here=runs_here)
     user_files.check(config)
@@ -134,6 +139,18 @@ def _check_steps(config: RunConfig) -> None:
         )
 
 
+def _check_workload(config: RunConfig, *, runs_here: bool) -> None:
+    """Check the workload of a run without a model, which simulations need less of."""
+    kind, run = config.workload.kind, Path(config.workload.run)
+    if kind == "agentic" and not config.has_environment:
+        raise ConfigError(
+            'workload.kind = "agentic": without environments only `staleflow simulate` has tool calls; set '
+            'task.multi_turn = "yes", or choose another'
+        )
+    if kind == "recorded" and runs_here and not (run / "store").exists():
+        raise ConfigError(f"workload.run = {str(run)!r}: no stored run there; name the folder of one")
+
+
 def _check_runs_dir(runs_dir: Path) -> None:
     """Check that run folders can be created, without creating any."""
     ancestor = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
@@ -192,7 +209,7 @@ def _why_no_cuda() -> str:
 
 
 def _check_model(config: RunConfig, notes: list[str], *, runs_here: bool) -> Path | None:
-    """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
+    """Check the model's files, and that the job's lengths fit its context. Returns their folder, if it is on this
     machine."""
     subject = f"model.path = {config.model.path!r}"
     folder = _find_model("model.path", config.model.path, notes, runs_here=runs_here)
@@ -200,12 +217,7 @@ def _check_model(config: RunConfig, notes: list[str], *, runs_here: bool) -> Pat
         return None
     if config.rollout.engine.name == "transformers":
         model_files.check_attention(folder, subject)
-    context = model_files.read_context(folder, subject)
-    if context <= config.rollout.max_new_tokens:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
-            f"context is {model_files.format_context(model_files.read_architecture(folder, subject))}"
-        )
+    check_lengths(config, model_files.read_architecture(folder, subject))
     if any(task.chat for task in config.task.sources_by_name.values()) and chat_template(folder) == "":
         raise ConfigError(
             f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "

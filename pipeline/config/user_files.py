@@ -48,6 +48,10 @@ MODEL_KEYS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
 DATA_KEYS = ("task.source", "task.eval_source", "training.sft.source")
 """Keys that may name a data set."""
+TLS_KEYS = ("endpoint.tls_cert", "endpoint.tls_key")
+"""Keys that may name a file of the endpoint's certificate."""
+PATH_KEYS = ("workload.run", "cluster.scheduler_file", *TLS_KEYS)
+"""Keys that may name another file or folder."""
 
 
 def code_keys(
@@ -99,8 +103,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     config = with_absolute_models(config)
     for key, kind, path in data_files(config):
         config = _set(config, key, f"{kind}:{path.resolve()}")
-    if config.workload.run:
-        config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
+    for key in PATH_KEYS:
+        if path := _get(config, key):
+            config = _set(config, key, str(Path(path).resolve()))
     return _set(with_multi_turn(config), "runs_dir", str(Path(config.runs_dir).resolve()))
 
 

@@ -40,14 +40,15 @@ Number = TypeVar("Number", int, float)
 class Knob:
     """Meaning and limits of a field, or of each item of a list.
 
-    low <= value <= high, value > above, or one of `choices`. user_code: it may also name user code, file.py:NAME or
-    module:NAME.
+    low <= value <= high, above < value < below, or one of `choices`. user_code: it may also name user code,
+    file.py:NAME or module:NAME.
     """
 
     doc: str
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
     user_code: bool = False
 
@@ -56,7 +57,7 @@ class Knob:
         """The limits as text, such as `>= 0, <= 1`; empty if there are none."""
         if self.choices:
             return " | ".join(self.choices)
-        bounds = ((">", self.above), (">=", self.low), ("<=", self.high))
+        bounds = ((">", self.above), (">=", self.low), ("<=", self.high), ("<", self.below))
         return ", ".join(f"{sign} {_format_number(bound)}" for sign, bound in bounds if bound is not None)
 
     def error(self, value: object) -> str:
@@ -72,8 +73,10 @@ class Knob:
             if not math.isfinite(value):
                 return f"= {value!r} must be finite"
             is_too_low = self.low is not None and value < self.low
+            is_too_low |= self.above is not None and value <= self.above
             is_too_high = self.high is not None and value > self.high
-            if is_too_low or is_too_high or (self.above is not None and value <= self.above):
+            is_too_high |= self.below is not None and value >= self.below
+            if is_too_low or is_too_high:
                 return f"= {value!r} is out of range; it must be {self.limits}"
         return ""
 
@@ -120,7 +123,13 @@ def names_user_code(value: object) -> bool:
 def knob(default: bool, doc: str) -> bool: ...
 @overload
 def knob(
-    default: Number, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+    default: Number,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Number: ...
 @overload
 def knob(default: str, doc: str, *, choices: Sequence[str] = (), user_code: bool = False) -> str: ...
@@ -135,11 +144,12 @@ def knob(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     choices: Sequence[str] = (),
     user_code: bool = False,
 ) -> object:
     """Declare a dataclass field with its meaning and limits. Raises ValueError if the default violates the limits."""
-    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), user_code=user_code)
+    spec = Knob(doc=doc, low=low, high=high, above=above, below=below, choices=tuple(choices), user_code=user_code)
     if error := spec.error(default):
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {error}")
     metadata = {METADATA: spec}

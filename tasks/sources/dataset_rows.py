@@ -77,6 +77,7 @@ class JsonLines:
     def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
         """name: path of the file. label: its key and name in the job file, for messages. Raises ConfigError, which
         names the line."""
+        _refuse_options(options, label)
         path = Path(name)
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
@@ -121,6 +122,7 @@ class ParquetRows:
         ConfigError."""
         from pyarrow import ArrowException, parquet
 
+        _refuse_options(options, label)
         path = Path(name)
         with raised_as(ConfigError, f"{label}: cannot be read", OSError, ArrowException, describe=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
@@ -280,6 +282,11 @@ class RowSource:
                     f"{format_columns(name, self._rows.names)}"
                 )
             yield field
+
+
+def _refuse_options(options: Mapping[str, Any], label: str) -> None:
+    if options:
+        raise ConfigError(f"{label}: a file has no options; remove {', '.join(options)}")
 
 
 def _at(record: Record, name: str) -> Any:

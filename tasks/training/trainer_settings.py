@@ -87,8 +87,8 @@ class TrainingConfig:
     )
     grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
-    beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
-    beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
+    beta1: float = knob(0.9, "AdamW beta1", low=0, below=1)
+    beta2: float = knob(0.95, "AdamW beta2", low=0, below=1)
     advantage: Advantage = choice(ADVANTAGES, "grpo", "advantage estimator")
     overlong_tokens: int = knob(
         0,

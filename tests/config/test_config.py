@@ -97,6 +97,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness.eta=1.5", "staleness.eta must be a whole number, not 1.5"),
         ("staleness.eta=true", "staleness.eta must be a whole number, not True"),
         ("training.learning_rate=0", "learning_rate = 0.0 is out of range; it must be > 0"),
+        ("training.beta1=1", "training.beta1 = 1.0 is out of range; it must be >= 0, < 1"),
+        ("training.beta2=1", "training.beta2 = 1.0 is out of range; it must be >= 0, < 1"),
         ("training.learning_rate=nan", "learning_rate = nan must be finite"),
         ("staleness=3", "staleness must be a table, not 3"),
         ("rollout.routing=best", "must be one of deadline, or your own, file.py:NAME, not 'best'"),
@@ -129,8 +131,10 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.ranks=99999", "training.ranks = 99999 is out of range; it must be >= 1, <= 1024"),
         ("training.minibatches=1000", "is more than the 128 trajectories of a step"),
         ("training.overlong_tokens=100000", "= 100000 is more than rollout.max_new_tokens = "),
-        ("rollout.max_new_tokens=100000", "cannot hold one response"),
+        ("rollout.max_new_tokens=100000", "cannot hold one response .*; set it to at least 200000"),
         ("cluster.kind=address", "needs cluster.address"),
+        ("endpoint.tls_key=key.pem", "tls_cert and endpoint.tls_key belong together; set both, or neither"),
+        ("endpoint.tls_cert=cert.pem", "tls_cert and endpoint.tls_key belong together; set both, or neither"),
         ("workload.kind=recorded", "needs workload.run"),
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
@@ -329,6 +333,12 @@ def test_explain_as_json_has_every_row_and_empty_tables_are_defaults() -> None:
     rows = {row["key"]: row for row in json.loads(result.stdout)}
     assert rows["task.options"]["value"] == rows["task.options"]["default"] == {}
     assert rows["staleness.eta"]["value"] == 2
+
+
+def test_explain_prints_dates_as_json() -> None:
+    job = ["examples/dryrun.toml", "--json", "--no-check", "--set", "task.options.day=2026-01-02"]
+    rows = json.loads(CliRunner().invoke(config_command, ["explain", *job]).stdout)
+    assert {row["key"]: row["value"] for row in rows}["task.options"] == {"day": "2026-01-02"}
 
 
 def test_explain_prints_no_warning_for_an_emulated_job() -> None:

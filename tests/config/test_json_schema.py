@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import tomllib
 from collections.abc import Iterator
@@ -29,8 +30,12 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 KEYWORDS = {
     "type", "items", "properties", "additionalProperties", "propertyNames",
     "enum", "const", "anyOf", "oneOf", "required", "pattern", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum",
 }  # fmt: skip
 ALTERNATIVES = {"anyOf": math.inf, "oneOf": 1}
+OUTSIDE = {
+    "minimum": operator.lt, "maximum": operator.gt, "exclusiveMinimum": operator.le, "exclusiveMaximum": operator.ge,
+}  # fmt: skip
 SAYS_NOTHING = {"$schema", "title", "description", "default"}
 
 
@@ -55,11 +60,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         return False
     if "pattern" in schema and not re.search(schema["pattern"], value):
         return False
-    if "minimum" in schema and value < schema["minimum"]:
-        return False
-    if "maximum" in schema and value > schema["maximum"]:
-        return False
-    if "exclusiveMinimum" in schema and value <= schema["exclusiveMinimum"]:
+    if any(violates(value, schema[word]) for word, violates in OUTSIDE.items() if word in schema):
         return False
     if "properties" in schema:
         known = schema["properties"]
@@ -121,7 +122,7 @@ def candidate_values(spec: Any) -> list[Any]:
     if isinstance(spec, Choice):
         names = spec.registry.names
         values += [*names, *({"name": name} for name in names), *({"name": name, "a": 1} for name in names)]
-    for limit in (spec.low, spec.high, spec.above):
+    for limit in (spec.low, spec.high, spec.above, spec.below):
         if limit is not None:
             values += [limit, limit - 1e-6, limit + 1e-6, int(limit), int(limit) - 1, int(limit) + 1]
     return values + list(spec.choices)

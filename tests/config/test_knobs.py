@@ -22,6 +22,7 @@ from staleflow.tasks.settings.registry import RegistryEntry
     ("default", "limits", "fault"),
     [
         (2, {"high": 1}, "= 2 is out of range; it must be <= 1"),
+        (1.0, {"low": 0, "below": 1}, "= 1.0 is out of range; it must be >= 0, < 1"),
         (0.0, {"above": 0}, "= 0.0 is out of range; it must be > 0"),
         (-1, {"low": 0, "high": 3}, "it must be >= 0, <= 3"),
         (float("inf"), {}, "= inf must be finite"),

@@ -47,6 +47,13 @@ def test_a_dataset_is_found_from_any_folder(folder: Path, key: str, source: str,
     assert values[key] == found.format(here=folder)
 
 
+def test_further_paths_are_found_from_any_folder(folder: Path) -> None:
+    own = ("workload.run=runs/a", "cluster.scheduler_file=s.json", "endpoint.tls_cert=c.pem", "endpoint.tls_key=k.pem")
+    located = user_files.with_absolute_paths(job(*own))
+    assert (located.workload.run, located.cluster.scheduler_file) == (f"{folder}/runs/a", f"{folder}/s.json")
+    assert (located.endpoint.tls_cert, located.endpoint.tls_key) == (f"{folder}/c.pem", f"{folder}/k.pem")
+
+
 def test_files_of_one_name_are_packed_separately(folder: Path) -> None:
     config, code = user_files.collect_code(job("task.source=a/mine.py:One", "task.eval_source=b/mine.py:Two"))
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
@@ -120,3 +127,25 @@ def test_numbers_of_prompts_that_exceed_the_data_set_are_noted(tiny_model: Path,
     assert evaluated == "task.eval_prompts = 5: only 2 rows are held out; each is evaluated once"
     assert drawn.startswith("batch.groups_per_step = 27: jsonl:")
     assert drawn.endswith("has only 18 training prompts; a step draws each about 1.5 times")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.max_new_tokens=60", "rollout.engine.kv_tokens=100"), r"kv_tokens = 100 is too small .* least 120$"),
+        (("rollout.max_new_tokens=128",), r"max_new_tokens = 128 leaves no room for a prompt"),
+        (("endpoint={tls_cert='c.pem', tls_key='k.pem'}",), r"^endpoint\.tls_cert = 'c\.pem': no such file$"),
+        (
+            ("rollout.engine.name=emulated", "workload.kind=agentic"),
+            r'workload\.kind = "agentic": without environments',
+        ),
+        (("rollout.engine.name=emulated", "workload={kind='recorded', run='none'}"), r"'none': no stored run there"),
+    ],
+)
+def test_what_no_run_could_use_is_found_before_it_starts(
+    tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    tree = {"model": {"path": str(tiny_model)}, "task": {"source": f"jsonl:{tmp_path}/rows.jsonl"}}
+    with pytest.raises(ConfigError, match=message):
+        preflight.check_job(loading.from_tree_with_overrides(tree, overrides, "job"))

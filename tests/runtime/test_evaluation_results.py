@@ -95,7 +95,7 @@ def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> SampledTokens:
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(r) for r in rows))
-    return loading.load(job, (f"task.source=jsonl:{tmp_path}/rows.jsonl", *overrides))
+    return loading.load(job, (f"task.source=jsonl:{tmp_path}/rows.jsonl", "task.options={}", *overrides))
 
 
 def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path, tmp_path: Path) -> None:

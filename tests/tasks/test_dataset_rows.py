@@ -66,6 +66,12 @@ def test_every_file_format_gives_the_same_prompts_and_records(write: Write, tmp_
     assert (source.score(" 6\n", record), source.score("7", record)) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_takes_no_options(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a file has no options; remove split$"):
+        make_source(f"{kind}:{tmp_path}/rows", {"split": "test"}, 0, COLUMNS)
+
+
 def test_repeated_prompts_are_excluded_in_every_file_format(write: Write, tmp_path: Path) -> None:
     rows = [*ROWS[:2], ROWS[19], *ROWS[2:]]
     source = source_of(write(tmp_path, rows))

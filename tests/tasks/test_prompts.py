@@ -37,7 +37,7 @@ def chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
 def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
     path = job.parent / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in [*prompts, "0"]))
-    config = loading.load(job, (f"task.source=jsonl:{path}", *overrides))
+    config = loading.load(job, (f"task.source=jsonl:{path}", "task.options={}", *overrides))
     return TokenizedPrompts(actor_settings.prompt_settings(config, num_held_out=8, max_prompt_tokens=None))
 
 
