@@ -4,7 +4,8 @@
 
 A run of the demo's model is resumed for four steps in which the policy is harmed, once for each cause. Then the drop of
 its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
-An answer that is only a part of the cause, or more than it, counts as missed. Writes causes.md and causes.json.
+An answer counts as missed unless it names the same kind of cause; the table has the answer's rows. Writes causes.md
+and causes.json.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ def find(folder: Path, cause: Cause, prompts: int) -> dict[str, Any]:
     if not row.exists():
         command = [sys.executable, "-m", "benchmarks.causes", "--folder", str(folder), "--plant", cause.name]
         command += ["--prompts", str(prompts)]
-        for name in (cause.name, "" if cause.is_fixed else cause.name):  # the second process finds the planted run
+        names = [cause.name] * (not (folder / slug(cause) / "planted").exists())
+        for name in (*names, "" if cause.is_fixed else cause.name):  # the second process finds the planted run
             subprocess.run(command, check=True, env={**os.environ, "CAUSE": name})
     result: dict[str, Any] = json.loads(row.read_text())
     return result

@@ -13,8 +13,8 @@ from typing import Any
 import reasoning_gym
 
 CAUSE = os.environ.get("CAUSE", "")
-FIRST = 14 * 32
-"""Index of the first prompt that is drawn after the resume, about."""
+FIRST = 14 * 32 * 8 // 9
+"""Index of the first prompt that is drawn after the resume, about: 8 of 9 are of the source `sums`."""
 POISONED = FIRST + 40
 """Index of the prompt of the poisoned group."""
 POISON = -1000.0

@@ -154,11 +154,12 @@ def evaluate(
     figures = run_suite(settings, python)
     checkpoint = Path(plan.config.model.path)
     is_run = (Path(target) / "config.toml").is_file()
-    evaluations = as_evaluations(figures, settings, int(checkpoint.name.rpartition("-")[2])) if is_run else []
-    if evaluations:
-        announce(f"stored in {write_suite(Path(target), evaluations)}: `compare` and the run page show it")
     if as_json:
         print_json(figures)
-        return
-    for figure in figures:
-        click.echo(figure.line)
+    else:
+        for figure in figures:
+            click.echo(figure.line)
+    if is_run:
+        version = int(checkpoint.name.rpartition("-")[2])
+        folder = write_suite(Path(target), as_evaluations(figures, settings, version))
+        announce(f"stored in {folder}: `compare` and the run page show it")

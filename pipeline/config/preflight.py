@@ -62,7 +62,8 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
     if runs_here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
-        header = actor_settings.run_header(user_files.with_absolute_paths(config))
+        stored_config, _ = user_files.with_copied_code(user_files.with_absolute_paths(config))
+        header = actor_settings.run_header(stored_config)
         check_bucket(header.url, None if (config.run_dir / "store").exists() else header.job)
     _check_steps(config)
     if config.emulated:

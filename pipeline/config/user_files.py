@@ -220,6 +220,13 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
     return config
 
 
+def with_copied_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Return the job with references to its run folder's copies of code and rows, and their contents by name. Raises
+    ConfigError for an unreadable file."""
+    config, code = collect_code(config, copied_keys(config))
+    return with_code_in(config, config.run_dir / "code", code), code
+
+
 def copied_path(folder: Path, name: str) -> Path:
     """Return the path of a run's copy of a file of its job: code in `folder`, the run's code folder, rows in its
     parent."""

@@ -198,8 +198,7 @@ def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fing
     if resume:
         resumption.resume_version(config)
         return config, fingerprints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), fingerprints)
-    config, code = user_files.collect_code(config, user_files.copied_keys(config))
-    config = user_files.with_code_in(config, config.run_dir / "code", code)
+    config, code = user_files.with_copied_code(config)
     source_fingerprints.write(prepare_run_dir(config, code), fingerprints)
     return config, fingerprints, []
 

@@ -197,8 +197,8 @@ async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
         finally:
             task.cancel()
             faulthandler.cancel_dump_traceback_later()
-    if not path.stat().st_size:
-        path.unlink()
+            if not file.tell():
+                path.unlink(missing_ok=True)
 
 
 def count_committed_steps(run_dir: Path) -> tuple[int, bool]:

@@ -4,8 +4,8 @@ Each number comes with its basis: the number of distinct prompts, the responses 
 the mean, as in a batch's), the standard error, and fingerprints of the reward, data and template.
 
 RUN/evaluations/VERSION.json has the rewards of each prompt. It is written before the evaluation is listed in
-evaluations.json, so what a resumed run evaluates again replaces it. RUN/evaluations/suite-VERSION-ID.json has the
-figures of benchmark tasks that were run on a checkpoint afterwards.
+evaluations.json, so what a resumed run evaluates again replaces it. RUN/evaluations/suite-VERSION-ID.json has a
+figure of a benchmark task that was run on a checkpoint afterwards.
 """
 
 from __future__ import annotations
@@ -216,28 +216,34 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 
 def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
-    """Write the figures of benchmark tasks on one checkpoint, in place of earlier ones of the same tasks. Returns the
-    file. Raises StoreError."""
-    folder, version = run_dir / FOLDER, evaluations[0].version
-    folder.mkdir(exist_ok=True)
-    id = hashlib.sha256("\n".join(e.name for e in evaluations).encode()).hexdigest()[:8]
-    path = folder / f"suite-{version:06d}-{id}.json"
-    replace_text(path, json.dumps([asdict(e) for e in evaluations]) + "\n", "free space or move the run's folder")
-    return path
+    """Write the figures of benchmark tasks on a checkpoint, each in place of an earlier one with its name. Returns the
+    folder. Raises StoreError."""
+    folder, remedy = run_dir / FOLDER, "free space or move the run's folder"
+    with raised_as(StoreError, f"{folder}: cannot be created", OSError, remedy=remedy):
+        folder.mkdir(exist_ok=True)
+    for evaluation in evaluations:
+        id = hashlib.sha256(evaluation.name.encode()).hexdigest()[:16]
+        path = folder / f"suite-{evaluation.version:06d}-{id}.json"
+        replace_text(path, json.dumps(asdict(evaluation)) + "\n", remedy)
+    return folder
+
+
+def _suite_files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / FOLDER).glob("suite-[0-9]*-*.json"))
 
 
 def read_suites(run_dir: Path) -> list[Evaluation]:
     """Read the figures of benchmark tasks on a run's checkpoints. Raises StoreError."""
-    evaluations: list[Evaluation] = []
-    for path in sorted((run_dir / FOLDER).glob("suite-*.json")):
+    evaluations = []
+    for path in _suite_files(run_dir):
         with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy="remove it"):
-            evaluations += CODEC.decode(json.loads(path.read_text()), list[Evaluation])
-    return evaluations
+            evaluations.append(Evaluation.from_json(json.loads(path.read_text())))
+    return sorted(evaluations, key=lambda evaluation: (evaluation.version, evaluation.name))
 
 
 def remove_suites_after(run_dir: Path, version: int) -> None:
     """Remove the figures of benchmark tasks on later versions than the one that a run resumes from."""
-    for path in (run_dir / FOLDER).glob("suite-*.json"):
+    for path in _suite_files(run_dir):
         if int(path.name.split("-")[1]) > version:
             path.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs.bisection import Bisection
-from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, Trial
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, MAX_TRIALS, Trial
 from staleflow.stores.files import replace_text
 from staleflow.stores.printable import printable
 from staleflow.stores.reward_statistics import Interval
@@ -62,7 +62,8 @@ def _conclusions(result: Bisection) -> Iterator[str]:
         mean, p = result.confirmed.mean, result.confirmed.p
         yield f"confirmed by {len(result.repeats)} pairs of trainings without random groups: {mean:+.3f} (p {p:.3f})"
     if result.is_limited:
-        yield f"the limit of {MAX_TRAININGS} trainings is reached: not all changes were tried"
+        limit = f"{MAX_TRIALS} trainings to search, {MAX_TRAININGS} in all"
+        yield f"the limit is reached ({limit}): not all changes were tried or confirmed"
     if result.cause is None:
         yield f"no cause found: {printable(result.reason)}"
     else:

@@ -5,9 +5,9 @@ then steps and groups, halved as long as a half prevents the drop. A change *pre
 reward comes back with it, and its difference from the unchanged training is significant.
 
 That alone is no evidence, since the best of many noisy trainings was chosen. So a change is the cause only if fresh
-trainings confirm it: pairs of which both leave out the same random groups, one of them with the change. With the change
-each one must have a higher reward than all without it. What harms in all rows is undone by any rows that are left out,
-so it confirms nothing.
+trainings confirm it: pairs of which both leave out the same few random groups, one of them with the change, the other
+with random groups of as many rows. With the change each one must have a higher reward than all without it. What harms
+in all rows is undone by any rows that are left out, so it confirms nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from staleflow.stores.trajectory import FinishReason
 
 MAX_TRAININGS = 20
 """Trainings at most, with those that confirm."""
-MAX_TRIALS = 14
+MAX_TRIALS = 12
 """Trainings of the search itself at most."""
 NUM_PAIRS = 3
 """Pairs of trainings that confirm a cause. Without a difference all with the change are above all without it in one of
@@ -41,7 +41,7 @@ P_LIMIT = 0.01
 MIN_RECOVERED_SHARE = 0.5
 """Share of the lost reward that has to come back with a change for it to count."""
 MIN_INFLUENCE_RATIO = 10.0
-"""Groups stand out whose sum of |advantage| x tokens is this many times that of the median group."""
+"""Groups stand out whose sum of |advantage| x tokens is this many times that of the median group that has one."""
 PERTURBED_SHARE = 8
 """One of this many groups is left out at random to confirm a change that leaves out no rows, or most of them."""
 MIN_REPEATS = 3
@@ -93,7 +93,7 @@ class Trial:
     difference: PairedDifference | None
     """From the unchanged training, over the prompts; None for too few prompts."""
     prevents: bool
-    """Whether the reward is not lost with this change."""
+    """Whether the reward is not lost with this change, and no other change that was tried does significantly better."""
 
 
 class RepeatedTraining(Protocol):
@@ -197,7 +197,8 @@ def conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> 
     repeated = np.isin(table["prompt"], _repeated_prompts(table))
     parts.append(("prompts drawn again and again", _one_of("group", np.unique(table["group"][repeated])), repeated))
     groups, sums = _influence(table)
-    outstanding = np.isin(table["group"], groups[sums > MIN_INFLUENCE_RATIO * np.median(sums)])
+    usual = np.median(sums[sums > 0]) if (sums > 0).any() else 0.0
+    outstanding = np.isin(table["group"], groups[sums > MIN_INFLUENCE_RATIO * usual])
     parts.append(
         (
             "groups with outstanding gradients",
@@ -224,45 +225,40 @@ def _repeated_prompts(table: Table) -> npt.NDArray[Any]:
 
 
 def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Change]]:
-    """Pairs of changes that confirm a cause: random groups are left out, and the same with the cause. These groups have
-    no row of the cause and as many rows and as large gradients, but are half of the other groups at most.
+    """Pairs of changes that confirm a cause: a few random groups are left out with the cause, and without it, but with
+    other random groups that have as many rows and as large gradients as the cause. So both leave out as much.
 
-    If the cause leaves out most rows, no others are as many. Then random groups of all are left out, with as many rows;
-    and the cause with a few others. A cause that leaves out no rows is confirmed with a few groups, too.
+    These other groups have no row of the cause, if others are enough. Instead of a cause that leaves out no rows, none
+    are left out.
     """
     rng = np.random.default_rng(0)
-    all_rows = np.ones(len(table["group"]), bool)
-    rows = Selection(cause.where).mask(table) if cause.where else ~all_rows
+    everything = np.ones(len(table["group"]), bool)
+    rows = Selection(cause.where).mask(table) if cause.where else ~everything
     others = ~np.isin(table["group"], table["group"][rows])  # all, if no rows are left out
-    is_most = bool(np.sum(rows) > np.sum(others))
     for _ in range(NUM_PAIRS):
-        few = _random_groups(table, others if others.any() else all_rows, rng)
-        control = few
-        if is_most:
-            control = _random_groups(table, all_rows, rng, rows, max_share=float(np.mean(rows)))
-        elif cause.where:
-            few = control = _random_groups(table, others, rng, rows, max_share=0.5)
-        yield _without_groups(control), _and_without_groups(cause, few)
+        few = _random_groups(table, others if others.any() else everything, rng)
+        rest = ~np.isin(table["group"], few)
+        pool = others & rest if np.sum(others & rest) >= np.sum(rows) else rest
+        instead = _groups_like(table, pool, rows, rng)
+        yield _without_groups(np.sort(np.concatenate([few, instead]))), _and_without_groups(cause, few)
 
 
-def _random_groups(
-    table: Table,
-    rows: npt.NDArray[np.bool_],
-    rng: np.random.Generator,
-    like: npt.NDArray[np.bool_] | None = None,
-    max_share: float = 1.0,
+def _random_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> npt.NDArray[Any]:
+    """One of PERTURBED_SHARE of the groups of some rows."""
+    groups = np.unique(table["group"][rows])
+    return np.sort(rng.permutation(groups)[: -(-len(groups) // PERTURBED_SHARE)])
+
+
+def _groups_like(
+    table: Table, pool: npt.NDArray[np.bool_], rows: npt.NDArray[np.bool_], rng: np.random.Generator
 ) -> npt.NDArray[Any]:
-    """Random groups of some rows: as few as have the rows and the gradients of other rows, without which one of
-    PERTURBED_SHARE. max_share: of all groups, as a limit."""
-    groups, influence = _influence(table, rows)
+    """As few random groups of a pool of rows as have the number and the gradients of other rows, or all of the pool."""
+    groups, influence = _influence(table, pool)
+    _, sizes = np.unique(table["group"][pool], return_counts=True)
     order = rng.permutation(len(groups))
-    count = -(-len(groups) // PERTURBED_SHARE)
-    if like is not None:
-        _, sizes = np.unique(table["group"][rows], return_counts=True)
-        by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(like))) + 1
-        by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, like)[1]))) + 1
-        count = min(max(by_rows, by_influence), max(1, int(max_share * len(groups))))
-    return np.sort(groups[order[:count]])
+    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(rows)))
+    by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, rows)[1])))
+    return np.asarray(groups[order[: max(by_rows, by_influence) + 1 if rows.any() else 0]])
 
 
 def _without_groups(groups: npt.NDArray[Any]) -> Change:
@@ -318,7 +314,8 @@ def search(
     if not any(trial.change.settings for trial in search.preventing()):
         halve(range(since, at), lambda steps: search.prevents(_without_steps(steps)))
         _halve_groups(table, search.preventing(), search.prevents)
-    search.confirm_smallest(table)
+    search.confirm_smallest(table, candidates)
+    search.mark_preventing()
     return search.result
 
 
@@ -353,11 +350,13 @@ class _Search:
         best = max(self._preventing, key=lambda item: item[0].reward, default=None)
         return [t for t, rewards in self._preventing if best is None or not _is_higher(best[1], rewards)]
 
-    def confirm_smallest(self, table: Table) -> None:
-        """Set the cause to the smallest change that prevents the drop and can be confirmed, or the reason for none."""
+    def confirm_smallest(self, table: Table, candidates: Sequence[Change]) -> None:
+        """Set the cause to the smallest change that prevents the drop and can be confirmed, or the reason for none. If
+        the smallest cannot be, others than steps and groups come next: these were parts of what is everywhere."""
         result = self.result
         result.reason = "no change that was tried prevents the drop"
-        for trial in sorted(self.preventing(), key=lambda trial: (trial.rows, len(trial.change.settings))):
+        by_size = sorted(self.preventing(), key=_size)
+        for trial in [*by_size[:1], *sorted(by_size[1:], key=lambda trial: trial.change not in candidates)]:
             if len(result.trials) + self._num_confirming + 2 * NUM_PAIRS > MAX_TRAININGS:
                 result.is_limited = True
                 return
@@ -365,6 +364,13 @@ class _Search:
             if not result.reason:
                 result.cause = trial
                 return
+
+    def mark_preventing(self) -> None:
+        """Take the mark `prevents` from trials that another one does significantly better than."""
+        preventing = self.preventing()
+        for number, trial in enumerate(self.result.trials):
+            if trial.prevents and not any(trial is other for other in preventing):
+                self.result.trials[number] = dataclasses.replace(trial, prevents=False)
 
     def _confirm(self, table: Table, cause: Trial) -> str:
         """Train the pairs of a cause. Returns why it is not confirmed; empty if it is."""
@@ -383,14 +389,15 @@ class _Search:
                     rewards.setdefault(prompt, []).extend(values)
             if min(trial.reward for trial in result.repeats) <= max(trial.reward for trial in result.controls):
                 return f"{cause.change.label} prevents the drop, but not more than random groups do"
-        result.confirmed = paired_difference(all_controls, all_repeats)
+        difference = paired_difference(all_controls, all_repeats)
         lost = statistics.fmean(map(statistics.fmean, self._before.values())) - statistics.fmean(
             trial.reward for trial in result.controls
         )
-        if result.confirmed is None or not _is_higher(all_repeats, all_controls):
+        if difference is None or not _is_higher(all_repeats, all_controls):
             return f"{cause.change.label} prevents the drop, but not significantly when it is repeated"
-        if result.confirmed.mean < MIN_RECOVERED_SHARE * lost:
+        if difference.mean < MIN_RECOVERED_SHARE * lost:
             return f"{cause.change.label} prevents less than half of the drop when it is repeated"
+        result.confirmed = difference
         return ""
 
     def _train(self, change: Change) -> tuple[Trial, Rewards]:
@@ -413,6 +420,11 @@ class _Search:
         )
         self._report(f"{change.label}: {trial.reward:.3f}" + ", prevents it" * prevents)
         return trial, rewards
+
+
+def _size(trial: Trial) -> tuple[int, int]:
+    """The numbers of rows and of settings that a change concerns."""
+    return trial.rows, len(trial.change.settings)
 
 
 def _is_higher(rewards: Rewards, others: Rewards) -> bool:

@@ -73,10 +73,12 @@ class Spool:
         self._failed = False
         """Whether the current part cannot be written: nothing is appended until the next one begins."""
         self._has_warned = False
+        self._is_replaced = False
+        """Whether another server has begun a part: the folder is its own from then on."""
 
     def resume(self) -> Iterator[spool_entries.Entry]:
         """Begin a new part, and return the entries of earlier ones as `read` does. If this process replaces one that is
-        only silent, that one can then begin no part, and appends nothing after its next commit."""
+        only silent, that one appends and removes nothing after its next commit."""
         self._parts = {_part_number(path): set() for path in self._part_paths()}
         self._begin_part()
         return self.read()
@@ -125,6 +127,8 @@ class Spool:
         """Start a new part, and remove parts that no resume point needs. oldest_point: version of the oldest resume
         point; None if there is none and stored work is not needed again."""
         self._begin_part()
+        if self._is_replaced:
+            return
         for number in sorted(self._parts)[:-1]:
             steps = [self._stored_at_step.get(group) for group in self._parts[number]]
             if any(s is None or (oldest_point is not None and s >= oldest_point) for s in steps):
@@ -149,7 +153,7 @@ class Spool:
 
     def _begin_part(self) -> None:
         """Begin a new part, unless the current one is empty."""
-        if self._size == len(HEADER) and not self._failed:
+        if self._is_replaced or (self._size == len(HEADER) and not self._failed):
             return
         number = max(self._parts, default=0) + 1
         self._parts[number] = set()
@@ -158,6 +162,7 @@ class Spool:
             with self._path(number).open("xb") as file:  # a server that replaces this one may have begun the part
                 file.write(HEADER)
         except OSError as error:
+            self._is_replaced = isinstance(error, FileExistsError) and self.folder.is_dir()
             self._fail(error)
         else:
             self._size, self._failed = len(HEADER), False

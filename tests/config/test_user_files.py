@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.config import knob_tree, loading, preflight, schema, user_files
+from staleflow.pipeline.config import actor_settings, knob_tree, loading, preflight, schema, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import repository
 
 
 def job(*overrides: str) -> RunConfig:
@@ -26,6 +27,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(examples)
     return tmp_path
+
+
+def test_a_bucket_is_checked_for_the_job_that_its_run_stores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are copied into the run's folder; a second attempt to start was refused as another job."""
+    (folder / "a" / "rule.py").write_text("class Mine:\n    pass\n")
+    config = job("store=s3://bucket/runs", "training.loss.name=a/rule.py:Mine")
+    checked: list[str | None] = []
+    monkeypatch.setattr(repository, "check_bucket", lambda url, new_job: checked.append(new_job))
+    with pytest.raises(ConfigError, match="model"):
+        preflight.check_job(config)
+    stored, _ = user_files.with_copied_code(user_files.with_absolute_paths(config))
+    assert checked == [actor_settings.run_header(stored).job]
+    assert "code/loss_rule.py:Mine" in (checked[0] or "")
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,17 @@ def test_the_next_larger_change_is_confirmed_if_the_smallest_cannot_be() -> None
     assert result.cause is not None and result.cause.change.where == "step >= 0 and step <= 0"
 
 
+def test_harm_of_a_part_of_the_reward_is_named_after_rows_that_are_not_confirmed() -> None:
+    """The part harms in all rows, so any rows that are left out undo it, too, if they are enough."""
+    table = rows(range(8))
+    part = Change(label="without the reward part short", reward_part="short")
+    training = Training(table, lambda change, removed: not change.reward_part and removed.sum() < 8 * SIZE)
+    result = find(table, 0, 8, [part], training)
+    assert [trial.change.where for trial in result.trials if trial.prevents][-1] == "step >= 0 and step <= 1"
+    assert result.cause is not None and result.cause.change is part
+    assert training.calls == len(result.trials) + 2 + 2 * NUM_PAIRS, "one pair for the steps"
+
+
 def test_a_change_that_another_does_significantly_better_than_is_no_cause() -> None:
     """Some prompts recover without the stale rows, all without step 3."""
     table = rows(range(8))
@@ -271,8 +282,9 @@ def test_a_change_that_another_does_significantly_better_than_is_no_cause() -> N
             return LOW if ((table["staleness"] == 5) & ~removed).any() else some
 
     result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), TwoCauses(table, lambda *_: True))
-    stale, *others = [trial for trial in result.trials if trial.prevents]
-    assert (stale.rows, stale.reward, others[-1].reward) == (2 * SIZE, 0.55, 1)
+    stale, *others = result.trials
+    assert (stale.rows, stale.reward, stale.prevents) == (2 * SIZE, 0.55, False)
+    assert {trial.reward for trial in others if trial.prevents} == {1.0}
     assert result.cause is not None and result.cause.change.where == "step >= 3 and step <= 3"
 
 
@@ -287,30 +299,41 @@ def test_a_search_trains_at_most_twenty_times() -> None:
     table = rows(range(4096))
     training = leaving_out(table, lambda table: table["group"] == table["group"][-1])
     result = find(table, 0, 4096, [], training)
-    assert result.is_limited and training.calls == len(result.trials) + 2 * NUM_PAIRS == MAX_TRAININGS
+    assert result.is_limited and training.calls == len(result.trials) + 2 * NUM_PAIRS <= MAX_TRAININGS
+    assert len(result.trials) == MAX_TRIALS
     assert result.cause is not None and result.cause == [t for t in result.trials if t.prevents][-1]
 
 
-@pytest.mark.parametrize("groups", [1, 5, 16, 24, 40, 47, 48])
-def test_controls_are_other_groups_with_as_many_rows_and_as_large_gradients(groups: int) -> None:
+@pytest.mark.parametrize("groups", [0, 1, 5, 16, 24, 40])
+def test_a_control_leaves_out_as_many_rows_and_as_large_gradients_as_the_change(groups: int) -> None:
     table = rows(range(8))
-    cause = Change(label="", where=f"group < {groups}")
+    cause = Change(label="", where=f"group < {groups}" if groups else "")
     influence, rows_of_cause = np.abs(table["advantage"]) * table["response_tokens"], table["group"] < groups
     pairs = list(control_changes(table, cause))
-    assert len(pairs) == NUM_PAIRS and len({control.where for control, _ in pairs}) == (NUM_PAIRS if groups < 48 else 1)
+    assert len(pairs) == NUM_PAIRS == len({control.where for control, _ in pairs})
     for control, repeat in pairs:
         left_out, also = (Selection(change.where).mask(table) for change in (control, repeat))
-        assert also[rows_of_cause].all()
+        few = -(-(48 - groups or 48) // PERTURBED_SHARE) * SIZE
+        assert also[rows_of_cause].all() and also.sum() - rows_of_cause.sum() in (few, 0)
+        assert not (left_out & rows_of_cause).any() or groups > 16
         if groups <= 24:
-            assert not (left_out & rows_of_cause).any() and (also == (left_out | rows_of_cause)).all()
-            is_limited = left_out.sum() == (len(left_out) - rows_of_cause.sum()) // 2
-            is_like = (
-                left_out.sum() >= rows_of_cause.sum() and influence[left_out].sum() >= influence[rows_of_cause].sum()
-            )
-            assert is_like or is_limited
-        else:
-            assert left_out.sum() == rows_of_cause.sum()
-            assert also.sum() - rows_of_cause.sum() == (-(-(48 - groups) // PERTURBED_SHARE)) * SIZE
+            assert left_out.sum() >= also.sum() and influence[left_out].sum() >= influence[also].sum()
+        assert left_out.sum() >= min(also.sum(), len(also) - 6 * SIZE)
+
+
+@pytest.mark.parametrize("slope", [1.2, 2.0, 3.0])
+def test_harm_in_all_rows_has_no_cause(slope: float) -> None:
+    """Each row that is left out gives back as much of the reward."""
+    table = rows(range(8))
+
+    class Linear(Training):
+        def train(self, change: Change) -> Rewards:
+            self.calls += 1
+            recovered = round(PROMPTS * min(1.0, slope * self.removed(change).mean()))
+            return {prompt: [float(int(prompt) < recovered)] * 2 for prompt in HIGH}
+
+    result = find(table, 0, 8, [], Linear(table, lambda *_: True))
+    assert any(trial.prevents for trial in result.trials) and result.cause is None
 
 
 def test_groups_with_outstanding_gradients_stand_out() -> None:
@@ -543,7 +566,7 @@ def test_the_command_prints_each_change_and_how_to_unlearn_the_smallest(
     assert lines[not found].split() == words.split()
     confirmed = "confirmed by 2 pairs of trainings without random groups: +0.750 (p 0.004)"
     assert (confirmed in lines) is found
-    assert any("limit of 20 trainings" in line for line in lines) is not found
+    assert any("20 in all" in line for line in lines) is not found
     if found:
         assert lines[-3] == "smallest change tried that prevents it: without group 9, 4 rows"
         assert lines[-1] == "  staleflow unlearn 'runs/a b' --where 'group == 9'"

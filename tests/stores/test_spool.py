@@ -260,7 +260,9 @@ def test_a_part_that_another_server_has_begun_is_not_overwritten(tmp_path: Path)
     old.rotate(oldest_point=None)
     assert new.append([drawn(1)])
     assert not old.append([drawn(2)])
-    assert groups_in(tmp_path / "spool") == {0, 1}
+    old.rotate(oldest_point=None)
+    assert new.append([drawn(3)]) and not old.append([drawn(2)])
+    assert groups_in(tmp_path / "spool") == {0, 1, 3}
 
 
 def test_a_group_that_is_drawn_again_is_in_flight_again(tmp_path: Path) -> None:
