@@ -68,7 +68,9 @@ def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
 
     The interval of rewards of 0 and 1 is Wilson's, whose number of trials is what would have this standard error if
     responses were independent, at least the number of prompts and at most that of responses: all right or all wrong is
-    not certainty. Of other rewards it is Student's, and None where all prompts have the same mean.
+    not certainty. As the standard error is estimated, its quantile is Student's where prompts have several responses:
+    with the normal one, intervals of 3 prompts with 16 responses each contain the mean in 84 % of samples. Of other
+    rewards it is Student's, and None where all prompts have the same mean.
 
     rewards: prompts without responses are left out.
     """
@@ -80,10 +82,12 @@ def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
     stderr = statistics.stdev(means) / math.sqrt(count) if count > 1 else None
     interval = None
     if is_binary(prompt_rewards):
-        trials: float = count
-        if stderr:
-            trials = min(max(count, mean * (1 - mean) / stderr**2), sum(map(len, prompt_rewards)))
-        interval = wilson(mean, trials)
+        num_responses = sum(map(len, prompt_rewards))
+        if stderr and num_responses > count:
+            trials = min(max(count, mean * (1 - mean) / stderr**2), num_responses)
+            interval = wilson(mean, trials, student_quantile(count - 1))
+        else:
+            interval = wilson(mean, count)
     elif stderr and count >= MIN_PROMPTS:
         interval = _student(mean, stderr, count)
     return Estimate(mean=mean, num_prompts=count, stderr=stderr, interval=interval)
@@ -94,13 +98,14 @@ def is_binary(rewards: Sequence[Sequence[float]]) -> bool:
     return all(reward in (0.0, 1.0) for responses in rewards for reward in responses)
 
 
-def wilson(share: float, trials: float) -> Interval:
-    """Wilson's 95 % interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4).
+def wilson(share: float, trials: float, quantile: float | None = None) -> Interval:
+    """Wilson's 95 % interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4). quantile: 97.5 %
+    quantile of the deviation over its standard error; the normal one by default.
 
     >>> print(wilson(0.0, 10))
     [0.000, 0.278]
     """
-    z = _normal_quantile()
+    z = _normal_quantile() if quantile is None else quantile
     scale = 1 + z * z / trials
     centre = (share + z * z / (2 * trials)) / scale
     half_width = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
@@ -194,12 +199,16 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def student_quantile(degrees: int) -> float:
-    """97.5 % quantile of Student's t by its expansion in the normal quantile (Abramowitz and Stegun 26.7.5); within 0.1
-    % from 8 degrees of freedom on.
+    """97.5 % quantile of Student's t, exact for 1 and 2 degrees of freedom; for more by its expansion in the normal
+    quantile (Abramowitz and Stegun 26.7.5), within 1 %, and within 0.1 % from 8 on.
 
-    >>> round(student_quantile(9), 2), round(student_quantile(100), 3)
-    (2.26, 1.984)
+    >>> round(student_quantile(1), 2), round(student_quantile(9), 2), round(student_quantile(100), 3)
+    (12.71, 2.26, 1.984)
     """
+    if degrees == 1:
+        return math.tan(math.pi * LEVEL / 2)
+    if degrees == 2:
+        return LEVEL / math.sqrt((1 - LEVEL**2) / 2)
     z = _normal_quantile()
     terms = (
         z,

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
@@ -105,6 +105,16 @@ def read(run_dir: Path) -> list[Start]:
         return [CODEC.decode(entry, Start) for entry in entries]
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without earlier losses") from error
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Read summary.json of a run; empty if its latest start has written none, or it cannot be read."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        num_starts = len(read(run_dir))
+        return summary if len(summary.get("starts", ())) >= num_starts else {}
+    except (OSError, ValueError, AttributeError, TypeError, StoreError):
+        return {}
 
 
 def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:

@@ -24,6 +24,7 @@ from staleflow.pipeline.profiling.step_times import (
     find_slow_instances,
     sum_steps,
 )
+from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 from staleflow.tasks.emulation.cost_model import CostModel
 
@@ -56,6 +57,7 @@ class TimeTracker:
         self._instances: dict[InstanceId, TrackedInstance] = {}
         self._fleet_counts = FleetCounts()
         self._prompt_tokens: dict[GroupId, int] = {}
+        self._num_live: dict[GroupId, int] = {}  # trajectories of a group that have not been discarded
         self._tokens: dict[TrajectoryId, int] = {}  # of live trajectories that are on no instance
         self._instance_of: dict[TrajectoryId, TrackedInstance] = {}
         self._queued: set[TrajectoryId] = set()
@@ -90,6 +92,7 @@ class TimeTracker:
         self._instances, self._fleet_counts = {}, FleetCounts()
         for collection in (
             self._prompt_tokens,
+            self._num_live,
             self._tokens,
             self._instance_of,
             self._queued,
@@ -146,6 +149,7 @@ class TimeTracker:
             case events.GroupsArrived():
                 for group in event.groups:
                     self._prompt_tokens[group.group] = group.prompt_tokens
+                    self._num_live[group.group] = self._group_size
                     first = group.group * self._group_size
                     self._queued.update(TrajectoryId(first + i) for i in range(self._group_size))
             case events.EvaluationRequested():
@@ -155,6 +159,7 @@ class TimeTracker:
             case events.RunResumed():
                 for resumed_group in event.groups:
                     self._prompt_tokens[resumed_group.group] = resumed_group.prompt_tokens
+                    self._num_live[resumed_group.group] = len(resumed_group.members)
                     for member in resumed_group.members:
                         if not member.sampled and not member.scored:
                             self._queued.add(member.trajectory)
@@ -226,14 +231,26 @@ class TimeTracker:
                 self._training = True
                 for trajectory in command.trajectories:
                     self._cached_turns.pop(trajectory, None)
-                    self._prompt_tokens.pop(GroupId(trajectory // self._group_size), None)
+                    self._remove_group(GroupId(trajectory // self._group_size))
             case commands.Discard():
                 for ending in command.endings:
-                    self._remove(ending.trajectory)
+                    self._discard(ending)
             case commands.FinishEvaluation():
                 for group in [group for group in self._prompt_tokens if is_evaluation(group)]:
                     del self._prompt_tokens[group]
                     self._remove(TrajectoryId(group * self._group_size))
+
+    def _remove_group(self, group: GroupId) -> None:
+        """Remove a group that was trained, or of which all trajectories were discarded."""
+        self._prompt_tokens.pop(group, None)
+        self._num_live.pop(group, None)
+
+    def _discard(self, ending: Ending) -> None:
+        self._remove(ending.trajectory)
+        if ending.group in self._num_live:
+            self._num_live[ending.group] -= 1
+            if not self._num_live[ending.group]:
+                self._remove_group(ending.group)
 
     def _remove(self, trajectory: TrajectoryId) -> None:
         """Remove a discarded trajectory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import list_files, recorded_starts, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
+from staleflow.pipeline.jobs.starts import read_summary
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
@@ -25,7 +27,7 @@ from staleflow.pipeline.stored_runs.response_texts import message_spans
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.views import make_facts, make_trajectory_view
 from staleflow.stores.auditing.audit import audit
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StaleflowError
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, EnvSpan, Span, Trajectory, TrajectoryId
@@ -56,12 +58,17 @@ class RunApi:
         config, snapshot = self._reader.config, self._reader.read_snapshot(branch)
         evaluations = self._reader.evaluations()
         state = self._reader.state()
-        summary = self._reader.summary() if state != "running" else {}
+        summary = read_summary(self._reader.run_dir) if state != "running" else {}
         num_ended = snapshot.records[-1].ledger.num_ended if snapshot and snapshot.records else {}
         return {
             "name": config.name,
             "folder": str(self._reader.run_dir),
-            "other": self._other and {"name": _other_name(config, self._other), "folder": str(self._other.run_dir)},
+            "other": self._other
+            and {
+                "name": _other_name(config, self._other),
+                "folder": str(self._other.run_dir),
+                "snapshot": _snapshot_of(self._other),
+            },
             "state": state,
             "steps": config.steps,
             "num_steps": len(snapshot.steps) if snapshot else 0,
@@ -85,12 +92,20 @@ class RunApi:
             "charts": [chart.plain() for chart in charts(snapshot.records if snapshot else (), [*config.task.sources])],
         }
 
-    def steps(self, branch: str, first: int, *, other: bool = False) -> dict[str, Any]:
-        """Values of the charts for the steps from index `first` on. other: whether of the second run's main branch."""
+    def steps(self, branch: str, first: int, *, other: bool = False, after: str = "") -> dict[str, Any]:
+        """Values of the charts for the steps from index `first` on.
+
+        Args:
+            other: Whether of the second run's main branch.
+            after: The snapshot whose steps the page has; "" if it has none. If steps of it were undone, the answer is
+                `{"reload": True}`.
+        """
         if other:
             snapshot = self._other.read_snapshot() if self._other else None
             return series(snapshot.records if snapshot else (), max(0, first))
         snapshot = self._require_snapshot(branch)
+        if after and not snapshot.store.follows(after):
+            return {"reload": True}
         return {
             "snapshot": snapshot.store.snapshot,
             "state": self._reader.state(),
@@ -380,6 +395,14 @@ def _source_lines(config: RunConfig, snapshot: StoredSnapshot | None) -> list[st
         return []
     ratios = {name: source.ratio for name, source in config.task.sources.items()}
     return [view.line for view in count_by_source(ratios, snapshot.records[-1].ledger.sources)]
+
+
+def _snapshot_of(reader: RunReader) -> str:
+    """Snapshot of a run's main branch; "" before its first, and if it cannot be read, which `steps` reports."""
+    with contextlib.suppress(StaleflowError):
+        snapshot = reader.read_snapshot()
+        return snapshot.store.snapshot if snapshot else ""
+    return ""
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:

@@ -123,6 +123,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     finite one. The drops of a step are those since the commit of the step before.
     """
     steps = [r for r in records if r.kind == "step"]
+    first = min(first, len(steps))
     before = steps[first - 1] if first else None
     step_metrics = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
     names = {name for chart in CHARTS for name in chart.names}

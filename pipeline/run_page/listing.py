@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.columns import has_reward
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import Fate, FinishReason
 
@@ -121,11 +122,6 @@ def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def has_reward(columns: Columns) -> npt.NDArray[np.bool_]:
-    """[R] whether a trajectory has a reward."""
-    return np.asarray((columns["rewarded_s"] > 0) | (columns["staleness"] >= 0))
 
 
 def batch_of_step(columns: Columns, step: int) -> Positions:

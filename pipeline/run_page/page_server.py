@@ -73,7 +73,12 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
 
     routes = [
         api_route("run", lambda r: run_api.run(_branch(r))),
-        api_route("steps", lambda r: run_api.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
+        api_route(
+            "steps",
+            lambda r: run_api.steps(
+                _branch(r), _int(r, "first", 0), other=_text(r, "run") == "other", after=_text(r, "after")
+            ),
+        ),
         api_route("settings", lambda r: run_api.settings()),
         api_route("beside", lambda r: run_api.result_tables()),
         api_route("audit", lambda r: run_api.audit()),

@@ -7,7 +7,6 @@ is followed by reading only what its latest commits added.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -215,14 +214,6 @@ class RunReader:
     def evaluations(self) -> list[Evaluation]:
         """Rewards on held-out prompts so far, and figures of benchmark tasks. Raises StoreError."""
         return [*read_evaluations(self.run_dir), *read_suites(self.run_dir)]
-
-    def summary(self) -> dict[str, Any]:
-        """The run's summary; empty if the run has not ended, or it cannot be read."""
-        try:
-            summary = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return summary if isinstance(summary, dict) else {}
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[JournalIndex]:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
+from staleflow.pipeline.jobs.starts import read_summary
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.recovery.start_inputs import user_code_hash
@@ -87,8 +87,5 @@ def _training_rewards(store: StoreReader, sources: Sequence[str]) -> dict[str, l
 
 def _diagnosis(run_dir: Path) -> str:
     """What limited a run's speed, as its summary has it; empty if it has none."""
-    try:
-        summary: Any = json.loads((run_dir / "summary.json").read_text())
-        return str(summary["diagnosis"]["line"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+    diagnosis = read_summary(run_dir).get("diagnosis")
+    return str(diagnosis.get("line", "")) if isinstance(diagnosis, dict) else ""

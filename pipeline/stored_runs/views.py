@@ -17,6 +17,7 @@ import numpy.typing as npt
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.response_texts import MessageSpan, make_display_detokenizer, message_spans
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.columns import has_reward
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, TrajectoryId
@@ -70,7 +71,7 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
     mask = Selection(where).mask(columns)
     name, sign = ORDERS[order]
     if name == "reward":
-        mask &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+        mask &= has_reward(columns)
     (positions,) = np.nonzero(mask)
     positions = positions[np.argsort(columns["trajectory"][positions])]
     # Ties list one of each group first: siblings are too similar to read in a row.

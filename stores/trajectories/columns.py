@@ -7,9 +7,10 @@ its value is new to `EndedTrajectory`, which then gets a field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,3 +164,11 @@ def reference() -> str:
         unit = f", {column.unit}" if column.unit else ""
         lines.append(f"- `{column.name}` ({kind}{unit}): {column.meaning}")
     return "\n".join(lines)
+
+
+def has_reward(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """[R] whether trajectories have a reward, by their columns. One that failed is none if the trajectory was trained;
+    of a dropped one the columns do not tell, and it counts as 0."""
+    is_consumed = columns["fate"] == Fate.CONSUMED.value
+    is_scored = (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+    return np.asarray(is_scored & ~(is_consumed & (columns["loss_mask"] == 0)))

@@ -10,8 +10,9 @@ import pytest
 from staleflow.pipeline.config import actor_settings, factories, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Route
+from staleflow.pipeline.coordination.commands import Discard, Route, Train
 from staleflow.pipeline.coordination.events import (
+    GroupsArrived,
     InstanceJoined,
     InstanceLost,
     InstanceReported,
@@ -28,8 +29,9 @@ from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
-from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from tests.support.simulated_store import stored_simulation
 
@@ -234,3 +236,19 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     (load,) = watch.finished_steps
     assert load.tokens == 30
     assert load.speeds[two].measured_s == pytest.approx(0.3)
+
+
+def test_groups_that_are_wholly_discarded_are_forgotten() -> None:
+    watch = TimeTracker(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 2)
+    groups = tuple(NewGroup(group=GroupId(number), prompt_tokens=5) for number in range(3))
+    watch.observe(0.0, GroupsArrived(groups=groups), ())
+    endings = tuple(
+        Ending(trajectory=TrajectoryId(id), group=GroupId(id // 2), fate=Fate.ABORTED,
+               reason=AbortReason.SURPLUS_MEMBER, step=0)
+        for id in (0, 1, 2)
+    )  # fmt: skip
+    for ending in endings:
+        watch.observe(1.0, Tick(), (Discard(endings=(ending,), versions=(PolicyVersion(0),)),))
+    assert watch._prompt_tokens.keys() == {1, 2}
+    watch.observe(2.0, Tick(), (Train(step=0, trajectories=(TrajectoryId(3),), versions=(PolicyVersion(0),)),))
+    assert watch._prompt_tokens.keys() == watch._num_live.keys() == {2}

@@ -18,6 +18,7 @@ from staleflow.pipeline.run_page.page_server import listen, make_server
 from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, write_evaluations
+from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.browser import in_browser, open_browser, open_page
@@ -157,7 +158,24 @@ async def test_a_newly_stored_step_appears_without_reloading(run: StoredRun) -> 
         await asyncio.to_thread(run.end)
         await steps.filter(has_text="3").wait_for()
         await page.get_by_text("finished", exact=True).wait_for()
+        (run.run_dir / "summary.json").write_text(json.dumps({"notes": ["written after the end"]}))
+        await page.get_by_text("written after the end").wait_for()
         assert await page.evaluate("window.kept") is True
+
+
+async def test_steps_that_were_undone_while_the_tab_was_hidden_are_replaced(run: StoredRun) -> None:
+    async with open_run_page(run) as (page, address):
+        hide = "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}})"
+        await page.goto(address)
+        reward = page.locator(".tile", has_text="reward, all steps").locator("b")
+        await reward.wait_for()
+        await page.evaluate(hide.format("true"))
+        VersionedStore.rewind(run.run_dir / "store", 1)
+        run.store, run.step = VersionedStore.open(run.run_dir / "store"), 1
+        for reward_of_step in (7.0, 9.0):
+            run.train([("p", [Response("a", reward_of_step), Response("b", reward_of_step)])])
+        await page.evaluate(hide.format("false"))
+        await reward.filter(has_text="5.56").wait_for()  # the mean of 2/3, 7 and 9
 
 
 async def test_a_filter_is_part_of_the_address_and_an_invalid_one_gives_one_line(run: StoredRun) -> None:
@@ -311,6 +329,11 @@ async def test_two_runs_are_shown_together_and_their_settings_compared(run: Stor
         reward = page.locator(".card", has=page.get_by_role("heading", name="reward", exact=False)).first
         assert await reward.locator("path.line").count() == 2
         await page.get_by_text(f"Dashed: {other.run_dir}").wait_for()
+        drawn = await reward.locator("path.line.other").get_attribute("d")
+        other.train([("p", [Response("a", 40.0), Response("b"), Response("c")])])
+        await page.wait_for_function(
+            "drawn => document.querySelector('svg path.line.other').getAttribute('d') !== drawn", arg=drawn
+        )
         await page.get_by_role("link", name="Job").click()
         row = page.locator("tr", has_text="staleness.eta")
         await row.wait_for()

@@ -12,6 +12,7 @@ import pytest
 from staleflow.pipeline.run_page import api, charts, listing, page_server
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import STEP_METRICS
+from staleflow.stores.trajectories.columns import has_reward
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 
 
@@ -121,6 +122,11 @@ def test_statistics_are_grouped_by_fate() -> None:
     assert rows[0]["response_tokens"] == pytest.approx(table["response_tokens"][at].mean())
     assert rows[0]["reward"] == pytest.approx(np.nanmean(table["reward"][at]))
     assert rows[0]["truncated"] == pytest.approx((table["finish"][at] == "length").mean())
+    failed = {**table, "loss_mask": table["loss_mask"] * (table["reward"] > 0)}
+    assert listing.by_fate(failed, "response_tokens > 20")[0]["reward"] == pytest.approx(
+        np.nanmean(table["reward"][at & (table["reward"] > 0)])
+    ), "rewards that failed are none"
+    assert 0.0 not in failed["reward"][has_reward(failed)]
     assert rows[1]["reward"] is None, "unscored trajectories have no reward of 0"
     assert listing.by_fate(table, "reward > 9") == []
 
@@ -157,7 +163,7 @@ def test_series_have_a_value_per_step_and_none_for_nan() -> None:
     assert result["drops"] == {"aborted: surplus member": [1, 2, 0], "filtered: no signal": [0, 4, 4]}
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
 def test_later_steps_have_the_same_values_as_in_the_whole_series(first: int) -> None:
     whole, part = charts.series(RECORDS, 0), charts.series(RECORDS, first)
     assert part["step"] == whole["step"][first:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,32 @@ def test_summary_notes_are_shown_and_an_unreadable_summary_is_ignored(run: Store
     for garbage in ("", "{", "[]", '{"losses": 3, "diagnosis": "x", "notes": null}', "\x00"):
         summary.write_text(garbage)
         assert page.ask("run")["notes"] == []
+
+
+def test_the_summary_of_an_earlier_start_is_not_shown(run: StoredRun) -> None:
+    page = Page(run.run_dir)
+    starts = [{"version": 0, "end": "stopped: Ctrl-C"}, {"version": 1}]
+    (run.run_dir / "summary.json").write_text(json.dumps({"stopped": "Ctrl-C", "starts": starts[:1]}))
+    (run.run_dir / "starts.json").write_text(json.dumps(starts[:1]))
+    assert page.ask("run")["notes"] == ["stopped: Ctrl-C"]
+    (run.run_dir / "starts.json").write_text(json.dumps(starts))
+    assert page.ask("run")["notes"] == []
+    (run.run_dir / "summary.json").write_text(json.dumps({"notes": ["new"], "starts": starts}))
+    assert page.ask("run")["notes"] == ["new"]
+
+
+def test_steps_that_follow_undone_ones_ask_the_page_to_reload(run: StoredRun) -> None:
+    page = Page(run.run_dir)
+    known = page.ask("steps")["snapshot"]
+    run.train([("more", [Response("x", 0.0), Response("y", 1.0)])])
+    assert page.ask("steps", first=2, after=known)["step"] == [2]
+    assert page.ask("steps", first=99)["step"] == []
+    VersionedStore.rewind(run.run_dir / "store", 1)
+    run.store, run.step = VersionedStore.open(run.run_dir / "store"), 1
+    for _ in range(2):
+        run.train([("another", [Response("x", 0.0), Response("y", 1.0)])])
+    assert page.ask("steps", first=2, after=known) == {"reload": True}
+    assert page.ask("steps", first=0)["step"] == [0, 1, 2]
 
 
 def test_groups_of_a_step_list_their_members(page: Page) -> None:
@@ -250,7 +277,9 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
     for _ in range(run.step + 1):
         longer.train([("p", [Response("a", 1.0), Response("b"), Response("c")])], loss=-0.5)
     page = Page(run.run_dir, longer.run_dir)
-    assert page.ask("run")["other"] == {"name": str(longer.run_dir), "folder": str(longer.run_dir)}, "of equal names"
+    assert page.ask("run")["other"] == {
+        "name": str(longer.run_dir), "folder": str(longer.run_dir), "snapshot": longer.store.snapshot
+    }, "of equal names"  # fmt: skip
     steps = page.ask("steps", run="other")
     assert steps["step"] == [*range(run.step + 1)]
     assert steps["lines"]["loss"] == [-0.5] * (run.step + 1) != page.ask("steps")["lines"]["loss"]

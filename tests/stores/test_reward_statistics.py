@@ -81,7 +81,7 @@ def test_the_standard_error_is_clustered_by_prompt() -> None:
     assert result.stderr == pytest.approx(math.sqrt(written * 50 / 49))
     independent = math.sqrt(mean * (1 - mean) / num)
     assert result.stderr > 1.5 * independent  # as if 400 prompts had been answered
-    expected = wilson(mean, mean * (1 - mean) / result.stderr**2)
+    expected = wilson(mean, mean * (1 - mean) / result.stderr**2, student_quantile(49))
     assert (result.interval.low, result.interval.high) == pytest.approx((expected.low, expected.high))
 
 
@@ -98,6 +98,17 @@ def test_confidence_intervals_have_their_nominal_coverage() -> None:
     assert all(0.92 <= count / 600 <= 0.98 for count in inside.values()), inside
 
 
+@pytest.mark.parametrize("prompts", [2, 3, 5, 10])
+def test_intervals_of_few_prompts_with_many_responses_have_their_nominal_coverage(prompts: int) -> None:
+    rng, num_inside = np.random.default_rng(4), 0
+    for _ in range(1000):
+        ease = rng.beta(2, 2, (prompts, 1))
+        result = estimate((rng.random((prompts, 16)) < ease).astype(float).tolist())
+        assert result.interval is not None
+        num_inside += result.interval.low <= 0.5 <= result.interval.high
+    assert num_inside / 1000 >= 0.93
+
+
 def test_too_few_prompts_have_no_interval() -> None:
     few = estimate([[0.5]] * (MIN_PROMPTS - 1))
     assert few.interval is None
@@ -108,6 +119,8 @@ def test_too_few_prompts_have_no_interval() -> None:
     assert estimate([[], []]) == Estimate(mean=None, num_prompts=0)
     one = estimate([[], [1.0, 0.5]])
     assert (one.mean, one.num_prompts, one.stderr) == (0.75, 1, None)
+    for degrees, quantile in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571)):
+        assert student_quantile(degrees) == pytest.approx(quantile, rel=0.01)
     assert student_quantile(8) == pytest.approx(2.306, rel=1e-3)
     assert student_quantile(10**6) == pytest.approx(1.96, rel=1e-3)
 

@@ -56,6 +56,9 @@ export function visible(text) {
   return nodes;
 }
 
+/** The same as plain text, for a title. */
+export const visibleText = (text) => visible(text).map((node) => node.textContent ?? node).join("");
+
 const hex = (code) => code.toString(16).toUpperCase().padStart(4, "0");
 
 /** A number for reading: as short as four digits allow. */

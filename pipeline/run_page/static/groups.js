@@ -161,7 +161,9 @@ function groupCard(group, run, against, other) {
     h(
       "div",
       { class: "siblings", tabindex: "0", role: "group", "aria-label": `responses of group ${group.group}` },
-      group.members.map((one, i) => memberCard(one, run, widest, against?.members[i], other)),
+      group.members.map((one) =>
+        memberCard(one, run, widest, against?.members.find((they) => they.trajectory === one.trajectory), other),
+      ),
     ),
   );
 }

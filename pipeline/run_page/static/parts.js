@@ -1,7 +1,7 @@
 // Parts that several views share: figures of a trajectory, colours of versions, filters and pages.
 
 import { changed, go, to, value } from "./address.js";
-import { h, many, seconds, short, visible } from "./dom.js";
+import { h, many, seconds, short, visible, visibleText } from "./dom.js";
 
 const FIRST_HUE = 211,
   GOLDEN_ANGLE = 137.508; // turns that never meet again, and are far apart for neighbours
@@ -21,7 +21,7 @@ export function strip(segments) {
       title: segments
         .map(([version, where, count, lasted]) =>
           version < 0
-            ? `${visible(where)}: ${many(count, "token")}, ${seconds(lasted)}`
+            ? `${visibleText(where)}: ${many(count, "token")}, ${seconds(lasted)}`
             : `version ${version}: ${many(count, "token")} on ${where}`,
         )
         .join("\n"),

@@ -15,7 +15,8 @@ const SPANS = [
 
 export async function stepsView(run) {
   const own = run.num_steps ? await ask("steps") : empty();
-  const other = run.other ? await ask("steps", { run: "other", branch: "main" }) : null;
+  const askOther = async () => (run.other ? ask("steps", { run: "other", branch: "main" }) : null);
+  let other = await askOther();
   let data = other ? together(own, other) : own;
   const notes = h("ul", { class: "notes" });
   const figures = h("div", { class: "figures" });
@@ -74,21 +75,27 @@ export async function stepsView(run) {
         : h("p", { class: "quiet" }, "No step is stored yet; this page shows the first as soon as it is."),
     ].filter(Boolean),
     follow: async (now) => {
-      if (now.snapshot === run.snapshot && now.state === run.state) return;
-      if (now.num_steps < own.step.length) return go(changed({}), { replace: true }); // resumed: later steps were undone
+      const is = (part) => JSON.stringify(now[part]) === JSON.stringify(run[part]);
+      if (["snapshot", "state", "notes", "other"].every(is)) return;
+      if (now.snapshot) {
+        const more = await ask("steps", { first: own.step.length, after: own.snapshot });
+        if (more.reload) return go(changed({}), { replace: true }); // resumed: later steps were undone
+        append(own, more);
+      }
+      if (!is("other")) other = await askOther();
       Object.assign(run, now);
-      append(own, await ask("steps", { first: own.step.length }));
       if (other) data = together(own, other);
       draw();
     },
   };
 }
 
-const empty = () => ({ step: [], lines: {}, drops: {} });
+const empty = () => ({ snapshot: "", step: [], lines: {}, drops: {} });
 const automatic = (count) => (count < 30 ? 1 : Math.max(5, Math.round(count / 40)));
 
 function append(data, more) {
   const before = data.step.length;
+  data.snapshot = more.snapshot;
   data.step.push(...more.step);
   for (const part of ["lines", "drops"]) {
     for (const name of new Set([...Object.keys(data[part]), ...Object.keys(more[part])])) {
