@@ -59,12 +59,11 @@ def submit(
     config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, cluster: ClusterAddress
 ) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
-    if name:
-        overrides = (*overrides, f"name={name}")
-    if store:
-        overrides = (*overrides, f"store={store}")
     from staleflow.pipeline.api.job_loading import load_job, new_job
+    from staleflow.pipeline.config.knob_tree import override_lines
     from staleflow.pipeline.jobs import job_driver
+
+    overrides += override_lines({key: value for key, value in (("name", name), ("store", store)) if value})
 
     config = new_job(load_job(config_path, overrides))
     check(config, runs_here=False)

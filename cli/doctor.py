@@ -28,6 +28,8 @@ REQUIRED = frozenset(PACKAGES) - {"vllm"}
 def command(config_path: str | None, as_json: bool) -> None:
     """Check packages, engines, threads, shared memory and GPUs. Exit code 1 if something is missing. With a job file,
     print its plan on this machine's GPUs instead; exit code 2 if it does not fit."""
+    if config_path and as_json:
+        raise click.UsageError("with a job file a table is printed; it cannot be combined with --json")
     if config_path:
         print_plan(config_path)
         return

@@ -34,7 +34,9 @@ def command(
     With --dry-run, prompts, reward and coordination are the job's, the store is in a temporary folder, and no model
     samples or is trained.
     """
-    overrides = (*overrides, f"store={store}") if store else overrides
+    from staleflow.pipeline.config.knob_tree import override_lines
+
+    overrides += override_lines({"store": store} if store else {})
     if dry_run:
         try_job(config_path, overrides, as_json=as_json, verbose=verbose)
         return
@@ -75,7 +77,13 @@ def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verb
 
 @click.command("resume")
 @click.argument("run", type=click.Path())
-@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of [cluster], or steps.")
+@click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override steps, a value of [cluster], [deadlines] or another of how it runs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 @cluster_options

@@ -65,6 +65,8 @@ def command(
     orders = {order: count for order, count in counts if count is not None}
     if (selection or model) and not orders and trajectory is None:
         orders = {"worst": 3}
+    if selection and trajectory is not None:
+        raise ConfigError("--where has no effect with --trajectory; leave it out")
     if len(orders) + (trajectory is not None) > 1:
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest")
     stored_run = open_run(run, branch=branch, at_step=at_step)

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 @selection_option
 @click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="Passes over the stored batches.")
 @click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of [training], [model], or seed."
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a value of [training] or [model], seed or task.eval_prompts.",
 )
 @click.option("--out", default="", help="Output folder; RUN-offline by default.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no progress.")

@@ -15,6 +15,7 @@ from staleflow.pipeline.api.code_objects import write_code
 from staleflow.pipeline.config import knob_tree, loading, preflight, user_files
 from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.task_tables import with_named_tasks
 from staleflow.pipeline.recovery import resumption
 from staleflow.pipeline.recovery.run_folder import refuse_locked, require_unused_name
 from staleflow.stores.errors import ConfigError
@@ -84,7 +85,7 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
     if isinstance(source, Job):
         tree, where = tomllib.loads(knob_tree.to_toml(source)), "job"
     elif isinstance(source, Mapping):
-        tree, where = _to_job_table(source), "job"
+        tree, where = with_named_tasks(_to_job_table(source), "job"), "job"
     elif isinstance(source, (str, Path)):
         tree, where = loading.read_tree(source), str(source)
     else:
@@ -143,7 +144,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
             raise ConfigError(f"{name} and another argument both set {key}; give one of them")
         if name in ("rows", "eval_rows"):
             path = user_files.new_folder() / f"{name}.jsonl"
-            write_rows(value, path)
+            write_rows(value, path, name)
             changes |= {key: f"jsonl:{path}", key.replace("source", "options"): {}}
         elif name == "reward" and isinstance(value, Mapping):
             changes |= {
@@ -187,7 +188,7 @@ def _to_job_value(key: str, value: Any) -> Any:
         return _write_code_file(value, key.rpartition(".")[2])
     if value is None:
         raise ConfigError(f"{key} = None: leave it out for its default")
-    return value.item() if hasattr(value, "item") else value  # a number of numpy
+    return value.tolist() if hasattr(value, "tolist") else value  # of numpy
 
 
 def _write_code_file(value: Callable[..., Any], name: str) -> str:
@@ -195,44 +196,45 @@ def _write_code_file(value: Callable[..., Any], name: str) -> str:
     return write_code(value, user_files.new_folder(), own_name if own_name.isidentifier() else name)
 
 
-def write_rows(rows: Any, path: Path) -> None:
+def write_rows(rows: Any, path: Path, name: str) -> None:
     """Write rows as JSON lines.
 
     Args:
         rows: Mappings from column to value, a pandas.DataFrame, or a datasets.Dataset. A value is a text, a number, a
             list or a mapping.
         path: The file.
+        name: The argument's name, for messages.
 
     Raises:
         ConfigError: There is no row, one is not a mapping, or a value cannot be written as JSON.
         StoreError: The file cannot be written.
     """
     lines = []
-    for number, row in enumerate(_rows(rows)):
+    for number, row in enumerate(_rows(rows, name)):
         if not isinstance(row, Mapping):
             raise ConfigError(
-                f"rows: row {number} is a {type(row).__name__}; each must be a mapping, such as "
+                f"{name}: row {number} is a {type(row).__name__}; each must be a mapping, such as "
                 '{"prompt": ..., "answer": ...}'
             )
         try:
-            lines.append(json.dumps({str(name): value for name, value in row.items()}, default=_json_value))
+            lines.append(json.dumps({str(column): value for column, value in row.items()}, default=_json_value))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"rows: row {number} cannot be written as JSON: {error}; use plain values") from error
+            raise ConfigError(f"{name}: row {number} cannot be written as JSON: {error}; use plain values") from error
     if not lines:
-        raise ConfigError("rows: there are none")
+        raise ConfigError(f"{name}: there are none")
     replace_text(path, "\n".join(lines) + "\n", "free space in the temporary folder")
 
 
-def _rows(rows: Any) -> Iterable[Any]:
+def _rows(rows: Any, name: str) -> Iterable[Any]:
     """The rows of a table or iterable, one by one. Raises ConfigError."""
     if type(rows).__module__.partition(".")[0] == "pandas":
         return (
-            {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+            {column: value for column, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
             for row in rows.to_dict("records")
         )
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise ConfigError(
-            f"rows: a {type(rows).__name__}; expected a list of mappings, a pandas.DataFrame or a datasets.Dataset"
+            f"{name}: a {type(rows).__name__}; expected a list of mappings, a pandas.DataFrame or a datasets.Dataset"
         )
     return rows
 

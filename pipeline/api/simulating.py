@@ -123,7 +123,7 @@ def simulate(
         ActorLost: A simulation's process was killed.
     """
     changes = override_texts(overrides)
-    if isinstance(job, (str, Path)) and (Path(job) / "store").is_dir():
+    if isinstance(job, (str, Path)) and (Path(job) / "store").exists():
         job = open_run(job)
     if isinstance(job, Run):
         path = job.path

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from staleflow.pipeline.api.job_loading import JobObjects, JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
 from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
@@ -125,8 +125,7 @@ def submit(
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    for line in preflight.check_job(config, runs_here=False):
-        logger.warning(line)
+    _check(config)
     return _job_of(run_coroutine(job_driver.submit(config, cluster)), cluster)
 
 
@@ -146,10 +145,12 @@ def submit_resumed(
         client, scheduler, scheduler_file: As in `submit`.
 
     Raises:
-        ConfigError: There is no such run, nothing is left to do, or the cluster cannot be reached.
+        ConfigError: There is no such run, nothing is left to do, what its job names is gone, or the cluster cannot be
+            reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = resumable_job(Path(run_dir), overrides)
+    _check(config)
     return _job_of(run_coroutine(job_driver.submit(config, cluster, resume=True)), cluster)
 
 
@@ -164,6 +165,12 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
     return [_job_of(job, cluster) for job in run_coroutine(job_lookup.all_jobs(cluster))]
+
+
+def _check(job: Job) -> None:
+    """Check what a job names, and log what cannot be checked here. Raises ConfigError."""
+    for line in preflight.check_job(job, runs_here=False):
+        logger.warning(line)
 
 
 def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> ClusterAddress:

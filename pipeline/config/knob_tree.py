@@ -96,6 +96,8 @@ def _split(
 
 def toml_value(value: Any) -> str:
     """A value as TOML, on one line."""
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -150,19 +152,21 @@ Overrides = Mapping[str, object] | Iterable[str]
 
 
 def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
-    """Convert changes of a job to "key=value" strings. Raises ConfigError for a single string, which would be iterated
-    character by character.
+    """Convert changes of a job to "key=value" strings. Raises ConfigError for other values, such as a single string,
+    which would be iterated character by character.
 
     >>> override_lines({"training.learning_rate": 1e-4, "reward.function": "task"})
     ('training.learning_rate=0.0001', 'reward.function="task"')
     """
     if overrides is None:
         return ()
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides = {overrides!r}: pass a mapping or a list of key=value strings")
     if isinstance(overrides, Mapping):
         return tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
-    return tuple(overrides)
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str)
+    lines = tuple(overrides) if is_list else ()
+    if not is_list or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(f"overrides = {overrides!r}: pass a mapping or a list of key=value strings")
+    return lines
 
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -110,7 +110,7 @@ def _try_source(config: RunConfig, folder: Path | None, notes: list[str], step_g
 
 
 def check_names(config: RunConfig) -> None:
-    """Raise ConfigError for texts that cannot be folder names, or that name a cluster which is not used."""
+    """Raise ConfigError for texts that cannot name folders, or that name a cluster which is not used."""
     if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME_BYTES:
         raise ConfigError(
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
@@ -118,6 +118,8 @@ def check_names(config: RunConfig) -> None:
     for key in PATH_KEYS:
         if "\0" in (path := str(reduce(getattr, key.split("."), config))):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
+    if config.runs_dir.startswith("~"):
+        raise ConfigError(f"runs_dir = {config.runs_dir!r}: ~ is not replaced here, write the whole path")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if cluster.kind == "local" and (value := getattr(cluster, key)):

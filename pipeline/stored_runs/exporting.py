@@ -108,7 +108,7 @@ def _select_rows(
 ) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
     """The store to export and the positions of its chosen rows. Raises ConfigError."""
     if to not in FORMATS:
-        raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
+        raise ConfigError(f"to = {to!r}: unknown format; choose one of {', '.join(FORMATS)}")
     _refuse_existing(out)
     if to != "jsonl":
         dataframes.import_offline_module("pyarrow.parquet")

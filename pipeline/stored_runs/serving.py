@@ -6,6 +6,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
@@ -59,11 +60,12 @@ def make_serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int
         max_new_tokens = (
             DEFAULT_MAX_NEW_TOKENS if folder is None else min(DEFAULT_MAX_NEW_TOKENS, read_context(folder, target) // 2)
         )
-        tree = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
+        tree: dict[str, Any] = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
         config = loading.from_tree_with_overrides(tree, overrides, target)
         facts = inspect_model(config, "MODEL")
-        chat = load_chat_tokenizer(target).has_chat_template
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))
+        if "chat" not in tree.get("task", {}):  # which the overrides have changed
+            chat = load_chat_tokenizer(target).has_chat_template
+            config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))
         return ServingPlan(config=config, facts=facts, label=target)
     config = loading.load(path / "config.toml", overrides)
     if config.emulated:

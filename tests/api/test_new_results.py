@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from distributed import Client
 
@@ -133,6 +134,9 @@ def test_changes_may_be_mappings_or_lines() -> None:
     assert override_lines({"a": True, "b.c": "x y"}) == ("a=true", 'b.c="x y"')
     with pytest.raises(staleflow.ConfigError, match="pass a mapping or a list"):
         override_lines("a=1")
+    with pytest.raises(staleflow.ConfigError, match="pass a mapping or a list"):
+        override_lines(3)  # type: ignore[arg-type]
+    assert override_lines({"a": np.float64(3), "b": np.arange(2)}) == ("a=3.0", "b=[0, 1]")
 
 
 def test_branch_names_map_to_different_file_names() -> None:

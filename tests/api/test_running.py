@@ -284,6 +284,9 @@ def cached(text: str, row: Any) -> float:
         ({"rows": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
         ({"rows": ROWS, "source": answer_distance}, "source and another argument both set task.source"),
         ({"overrides": "steps=3"}, "pass a mapping or a list"),
+        ({"overrides": [("steps", 3)]}, r"^overrides = \[\('steps', 3\)\]: pass a mapping or a list"),
+        ({"eval_rows": [{"prompt": "1"}, 2]}, "^eval_rows: row 1 is a int; each must be a mapping"),
+        ({"overrides": {"runs_dir": "~/runs"}}, "^runs_dir = '~/runs': ~ is not replaced here, write the whole path$"),
         ({"overrides": {"step": 3}}, "did you mean steps"),
         ({"overrides": {"steps": None}}, "leave it out"),
         (

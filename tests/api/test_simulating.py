@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import staleflow
+from staleflow.pipeline.api import simulating
 from tests.api.test_running import LastInstance, emulated
 
 
@@ -49,6 +50,16 @@ def test_a_stored_run_is_simulated_with_its_recorded_workload(tmp_path: Path, st
     assert result.variant.job.staleness.eta == 2
     (named,) = staleflow.simulate(stored)
     assert named.variant.job.workload == workload
+
+
+def test_a_run_whose_store_is_in_a_bucket_is_opened_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(source: Path) -> None:
+        raise staleflow.ConfigError(f"opened {source}")
+
+    monkeypatch.setattr(simulating, "open_run", opened)
+    (tmp_path / "store").write_text("s3://bucket/runs/a\n")
+    with pytest.raises(staleflow.ConfigError, match=f"^opened {tmp_path}$"):
+        staleflow.simulate(tmp_path)
 
 
 def test_a_script_without_a_main_guard_may_sweep(tmp_path: Path) -> None:

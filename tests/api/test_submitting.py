@@ -13,6 +13,7 @@ from distributed import Client, LocalCluster
 
 import staleflow
 from staleflow.pipeline.api import submitting
+from staleflow.pipeline.config import preflight
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError, JobFailed
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -46,7 +47,11 @@ def test_a_job_with_a_function_and_rows_runs_on_the_cluster(job: Path, client: C
     assert submitted.id in {known.id for known in staleflow.submitted_jobs(client=client)}
 
 
-def test_a_job_is_cancelled_and_resumed_there(tmp_path: Path, client: Client) -> None:
+def check_fails(*_: Any, **__: Any) -> list[str]:
+    raise ConfigError("its model is gone")
+
+
+def test_a_job_is_cancelled_and_resumed_there(tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted = staleflow.submit(emulated(tmp_path, steps=500), scheduler=client.scheduler.address)
     for line in submitted.logs(follow=True):
         if "step 2/" in line:
@@ -56,6 +61,10 @@ def test_a_job_is_cancelled_and_resumed_there(tmp_path: Path, client: Client) ->
     assert (status.state, status.message) == ("stopped", "seen enough")
     steps = len(submitted.run.steps())
     assert 2 < steps < 500
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "check_job", check_fails)
+        with pytest.raises(ConfigError, match="its model is gone"):
+            staleflow.submit_resumed(submitted.run_dir, {"steps": steps + 2}, client=client)
     resumed = staleflow.submit_resumed(submitted.run_dir, {"steps": steps + 2}, client=client)
     assert resumed.result().summary["steps"] == steps + 2
 

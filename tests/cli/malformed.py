@@ -281,6 +281,8 @@ STORES = (
     Case(name="store: a condition that calls", says=("__import__",),
          command="store show runs/finished --best 1 --where '__import__(\"os\")'"),
     Case(name="store: two orders", command="store show runs/finished --worst 1 --best 1", says=("give only one of",)),
+    Case(name="store: a condition beside an id", says=("--where has no effect with --trajectory",),
+         command="store show runs/finished --trajectory 0 --where 'nonsense =='"),
     Case(name="branch: a bad name", command="store rescore runs/finished --reward task --branch 'a b/c'",
          says=("'a b/c'", "branch")),
     Case(name="branch: no name", command="store rescore runs/finished --reward task --branch ''", says=("branch",)),
@@ -350,6 +352,8 @@ RESUMES = (
          says=("no complete resume point",), prepare=(remove("runs/finished/resume"),)),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
          says=("runs/finished: already has a run", "set another name=", "`staleflow resume ")),
+    Case(name="submit: a name of digits", says=("'question'", "task.columns.prompt"),
+         command="submit job.toml --scheduler tcp://127.0.0.1:9 --name 2024 --set task.columns.prompt=question"),
     Case(name="submit: a name that is taken", says=("runs/finished: already has a run",),
          command="submit job.toml --scheduler tcp://127.0.0.1:9 --set name=finished"),
 )  # fmt: skip
@@ -401,6 +405,7 @@ DRY = (
 
 COMMANDS = (
     Case(name="option: without a value", command="run job.toml --set", says=("--set",)),
+    Case(name="option: JSON of a plan", command="doctor job.toml --json", says=("cannot be combined with --json",)),
     Case(name="argument: too many", command="run job.toml job.toml", says=("job.toml",)),
     Case(name="option: not a number", command="store show runs/finished --worst many", says=("--worst", "many")),
     Case(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from staleflow.pipeline.api.job_loading import load_job
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.loading import load
@@ -85,6 +87,11 @@ def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, ti
     text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
     (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), runs_here=False)
     assert line.startswith("not checked here: task.sources.b.source = 'nowhere_installed:Numbers' cannot be imported")
+
+
+def test_keys_of_listed_sources_may_be_overridden(tmp_path: Path) -> None:
+    tree = tomllib.loads(TWO)
+    assert load_job(tree, {"task.sources.a.ratio": 2}).task.sources["a"].ratio == 2
 
 
 def test_fingerprints_are_per_source(tmp_path: Path) -> None:

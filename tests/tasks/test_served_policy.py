@@ -247,3 +247,9 @@ def test_default_max_new_tokens_of_a_served_model_is_half_its_context(tiny_model
     plan = make_serving_plan(str(tiny_model))
     assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context_length // 2)
     assert make_serving_plan(str(tiny_model), ("rollout.max_new_tokens=3",)).config.rollout.max_new_tokens == 3
+
+
+def test_a_set_task_chat_is_kept_for_a_served_model(tiny_model: Path) -> None:
+    assert [make_serving_plan(str(tiny_model), (f"task.chat={c}",)).config.task.chat for c in ("false", "true")] == [
+        False, True,
+    ]  # fmt: skip
