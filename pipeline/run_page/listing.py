@@ -137,10 +137,11 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
     positions = batch_of_step(columns, step)
     ids, first, group_indices = np.unique(columns["group"][positions], return_index=True, return_inverse=True)
-    count = np.bincount(group_indices, minlength=len(ids))
-    rewards = columns["reward"][positions].astype(np.float64)
-    mean = np.bincount(group_indices, rewards, len(ids)) / np.maximum(count, 1)
-    squares = np.bincount(group_indices, (rewards - mean[group_indices]) ** 2, len(ids))
+    rewarded = has_reward(columns)[positions]
+    group_of_reward, rewards = group_indices[rewarded], columns["reward"][positions][rewarded].astype(np.float64)
+    count = np.bincount(group_of_reward, minlength=len(ids))
+    mean = np.bincount(group_of_reward, rewards, len(ids)) / np.maximum(count, 1)
+    squares = np.bincount(group_of_reward, (rewards - mean[group_of_reward]) ** 2, len(ids))
     max_lengths = np.zeros(len(ids))
     np.maximum.at(max_lengths, group_indices, columns["response_tokens"][positions])
     key = {

@@ -29,7 +29,8 @@ class BranchDifference:
     mean: tuple[float, float]
     """Mean reward on each branch, without those that could not be computed."""
     histogram: tuple[tuple[float, int, int], ...]
-    """(lower edge of the bin, trajectories in the first branch, in the second)."""
+    """(lower edge of the bin, trajectories in the first branch, in the second), without those that could not be
+    computed."""
     groups: int
     order_changed: tuple[int, ...]
     """Groups in which the better of two members became the worse."""
@@ -61,14 +62,17 @@ def compare_branches(run_dir: Path, first: str, second: str) -> BranchDifference
     grouped_a, grouped_b = first_rewards.reshape(-1, size), second_rewards.reshape(-1, size)
     ids = table["group"][positions].reshape(-1, size)[:, 0]
     scored_a, scored_b = table["loss_mask"][positions] > 0, other["loss_mask"][positions] > 0
-    signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
-    signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
-    # Ties do not count as a changed order.
+    members_a, members_b = scored_a.reshape(-1, size), scored_b.reshape(-1, size)
+    signal_a, signal_b = has_signal(grouped_a, members_a), has_signal(grouped_b, members_b)
+    # Ties and rewards that failed do not count as a changed order.
+    in_both = members_a & members_b
+    pairs_in_both = in_both[:, :, None] & in_both[:, None, :]
     order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
     order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
-    order_changed = ((order_a * order_b) < 0).any(axis=(1, 2))
-    edges = np.histogram_bin_edges(np.concatenate([first_rewards, second_rewards]), bins=10)
-    counts = [np.histogram(values, bins=edges)[0] for values in (first_rewards, second_rewards)]
+    order_changed = (((order_a * order_b) < 0) & pairs_in_both).any(axis=(1, 2))
+    rewards = first_rewards[scored_a], second_rewards[scored_b]
+    edges = np.histogram_bin_edges(np.concatenate(rewards), bins=10)
+    counts = [np.histogram(values, bins=edges)[0] for values in rewards]
     return BranchDifference(
         trajectories=len(positions),
         changed=int((first_rewards != second_rewards).sum()),

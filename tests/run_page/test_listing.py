@@ -59,6 +59,7 @@ def test_a_page_number_out_of_range_gives_the_nearest_page(page: int) -> None:
 @pytest.mark.parametrize("order", listing.GROUP_ORDERS)
 def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
     table = columns()
+    table["loss_mask"][np.isnan(table["reward"])] = 0  # their rewards failed
     table["reward"] = np.nan_to_num(table["reward"])
     pages = [listing.groups_of_step(table, 2, "", order, page) for page in (1, 2)]
     groups = np.concatenate([page.items for page in pages])
@@ -66,7 +67,7 @@ def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
 
     def key(group: int) -> float:
         at = (table["group"] == group) & (table["fate"] == "consumed")
-        rewards, lengths = table["reward"][at], table["response_tokens"][at]
+        rewards, lengths = table["reward"][at & (table["loss_mask"] > 0)], table["response_tokens"][at]
         keys = {
             "trained": group,
             "best": -rewards.mean(),

@@ -78,9 +78,14 @@ def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(3)]
     store.commit(record(1), [replace(r, trajectory=replace(r.trajectory, group=GroupId(0), reward=1.0)) for r in rows])
-    for name, mask in (("failed", [True, True, False]), ("scored", [True, True, True])):
+    everything = [True, True, True]
+    for name, mask, rewards in (
+        ("failed", [True, True, False], [1.0, 1.0, 0.0]),
+        ("scored", everything, [1.0, 1.0, 0.0]),
+        ("reversed", everything, [1.0, 1.0, 2.0]),
+    ):
         new = derived_branches.BranchRewards(
-            rewards=np.asarray([1.0, 1.0, 0.0], np.float32),
+            rewards=np.asarray(rewards, np.float32),
             advantages=np.zeros(3, np.float32),
             loss_mask=np.asarray(mask),
             errors={},
@@ -89,3 +94,7 @@ def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     assert compare_branches(tmp_path, "main", "failed").signal_second_only == ()
     assert compare_branches(tmp_path, "main", "scored").signal_second_only == (0,)
     assert compare_branches(tmp_path, "scored", "failed").signal_first_only == (0,)
+    counts = {edge: count for edge, _, count in compare_branches(tmp_path, "main", "failed").histogram}
+    assert sum(counts.values()) == 2, "a reward that failed is in no bin"
+    assert compare_branches(tmp_path, "reversed", "failed").order_changed == ()
+    assert compare_branches(tmp_path, "reversed", "scored").order_changed == (0,)
