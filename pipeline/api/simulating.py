@@ -231,7 +231,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
     try:
         profile = profile_run(run_dir)
     except ConfigError as error:
-        overrides = ("workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}")
+        overrides = ("workload.kind=recorded", f"workload.run={knob_tree.toml_value(str(run_dir))}")
         return RecordedRun(overrides=overrides, note=f"{error}; using the job's [rollout.cost] and [simulation]")
     job = load_stored_job(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
@@ -101,7 +102,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def make_recorded_overrides(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
-    overrides = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
+    overrides = ["workload.kind=recorded", f"workload.run={toml_value(str(run_dir))}"]
     cost = profile.draft_stats.cost_model(profile.fit.model)
     overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
     if profile.draft_stats.acceptance is not None:

@@ -88,7 +88,8 @@ def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job:
     )
     before = sorted(tmp_path.iterdir())
     sizes = ("steps=400", "batch.groups_per_step=500", "rollout.instances=40", "model.device=cuda")
-    overrides = [x for o in (*sizes, f"reward.function={tmp_path}/mine.py:picky") for x in ("--set", o)]
+    kept = ("rollout.min_instances=40", "evaluation.best_checkpoint_set=held-out", "store=s3://no-bucket/runs")
+    overrides = [x for o in (*sizes, *kept, f"reward.function={tmp_path}/mine.py:picky") for x in ("--set", o)]
     answer = staleflow("run", job, "--dry-run", "--json", *overrides)
     assert answer.returncode == 0, answer.stderr
     parsed = json.loads(answer.stdout)
