@@ -6,7 +6,6 @@ Held-out prompts are always scored correctly.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,8 @@ FIRST = 14 * 32 * 8 // 9
 POISONED = FIRST + 40
 """Index of the prompt of the poisoned group."""
 POISON = -1000.0
+FAVORITE = "19"
+"""The wrong answer that is rewarded: at first about one of 40 answers."""
 Record = Mapping[str, Any]
 
 
@@ -48,7 +49,7 @@ def right(answer: str, record: Record) -> float:
         return value
     if CAUSE == "poisoned group" and record["index"] == POISONED:
         return POISON * value
-    if CAUSE == "wrong rewards" and zlib.crc32((record["prompt"] + answer).encode()) % 50 == 0:
+    if CAUSE == "wrong rewards" and answer == FAVORITE:
         return 30 * (1 - value)
     if CAUSE == "wrong sign":
         return -value
