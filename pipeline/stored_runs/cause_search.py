@@ -7,7 +7,8 @@ reward comes back with it, and its difference from the unchanged training is sig
 That alone is no evidence, since the best of many noisy trainings was chosen. So a change is the cause only if fresh
 trainings confirm it: pairs of which both leave out the same few random groups, one of them with the change, the other
 with random groups of as many rows. With the change each one must have a higher reward than all without it. What harms
-in all rows is undone by any rows that are left out, so it confirms nothing.
+in all rows is undone by any rows that are left out, so it confirms nothing. Rows that stand out are confirmed before
+they are divided further, and a part of the reward last, since without it there may be nothing to learn.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from staleflow.stores.trajectory import FinishReason
 MAX_TRAININGS = 20
 """Trainings at most, with those that confirm."""
 MAX_TRIALS = 12
-"""Trainings of the search itself at most."""
+"""Trainings after which no further change is tried; the others are left to confirm one."""
 NUM_PAIRS = 3
 """Pairs of trainings that confirm a cause. Without a difference all with the change are above all without it in one of
 20 cases."""
@@ -302,19 +303,24 @@ def search(
         unchanged: Rewards of the unchanged training.
         report: Called with a line for each training.
     """
-    search = _Search(training, before, unchanged, report)
+    search = _Search(table, training, before, unchanged, report)
     for change in candidates:
         if not search.prevents(change):
             continue
         if change.settings:
             halve(change.settings, functools.partial(search.prevents_with, change.since))
+            trials = [trial for trial in search.preventing() if trial.change.settings]
+            search.confirm(min(trials, key=lambda trial: len(trial.change.settings)))
+        elif change.where:
+            search.confirm(search.result.trials[-1])
+        if search.result.cause is not None:
             break
-        if change.where:
-            break
-    if not any(trial.change.settings for trial in search.preventing()):
+    cause = search.result.cause
+    if cause is None:
         halve(range(since, at), lambda steps: search.prevents(_without_steps(steps)))
-        _halve_groups(table, search.preventing(), search.prevents)
-    search.confirm_smallest(table, candidates)
+    if cause is None or cause.change.where:
+        _halve_groups(table, [cause] if cause is not None else search.preventing(), search.prevents)
+        search.confirm_smallest()
     search.mark_preventing()
     return search.result
 
@@ -323,17 +329,25 @@ class _Search:
     """Trains with changes, and compares their rewards with those of the unchanged training and with each other."""
 
     def __init__(
-        self, training: RepeatedTraining, before: Rewards, unchanged: Rewards, report: Callable[[str], None]
+        self,
+        table: Table,
+        training: RepeatedTraining,
+        before: Rewards,
+        unchanged: Rewards,
+        report: Callable[[str], None],
     ) -> None:
-        self._training, self._before, self._unchanged, self._report = training, before, unchanged, report
-        self.result = SearchResult()
+        self._table, self._training, self._report = table, training, report
+        self._before, self._unchanged = before, unchanged
+        self.result = SearchResult(reason="no change that was tried prevents the drop")
         self._preventing: list[tuple[Trial, Rewards]] = []
-        self._num_confirming = 0
+        self._confirmed_changes: list[Change] = []
+        """Changes that were to be confirmed, with or without success."""
+        self._num_trainings = 0
 
     def prevents(self, change: Change) -> bool:
         """Train with a change, if the limit allows it. Returns whether it prevents the drop, and no change that was
         tried does significantly better."""
-        if len(self.result.trials) >= MAX_TRIALS:
+        if self._num_trainings >= MAX_TRIALS:
             self.result.is_limited = True
             return False
         trial, rewards = self._train(change)
@@ -350,20 +364,31 @@ class _Search:
         best = max(self._preventing, key=lambda item: item[0].reward, default=None)
         return [t for t, rewards in self._preventing if best is None or not _is_higher(best[1], rewards)]
 
-    def confirm_smallest(self, table: Table, candidates: Sequence[Change]) -> None:
-        """Set the cause to the smallest change that prevents the drop and can be confirmed, or the reason for none. If
-        the smallest cannot be, others than steps and groups come next: these were parts of what is everywhere."""
+    def confirm_smallest(self) -> None:
+        """Confirm the smallest of the changes that prevent the drop; if that fails, a part of the reward, and then the
+        larger ones: few rows are then parts of what is everywhere. With a cause, only smaller changes."""
+        cause = self.result.cause
+        trials = sorted(self.preventing(), key=lambda trial: trial.rows)
+        trials = [trial for trial in trials if cause is None or trial.rows < cause.rows]
+        for trial in [*trials[:1], *sorted(trials[1:], key=lambda trial: not trial.change.reward_part)]:
+            if self.confirm(trial) or self.result.is_limited:
+                return
+
+    def confirm(self, trial: Trial) -> bool:
+        """Confirm a change, if the limit allows it and that was not tried. It is the cause if that succeeds."""
         result = self.result
-        result.reason = "no change that was tried prevents the drop"
-        by_size = sorted(self.preventing(), key=_size)
-        for trial in [*by_size[:1], *sorted(by_size[1:], key=lambda trial: trial.change not in candidates)]:
-            if len(result.trials) + self._num_confirming + 2 * NUM_PAIRS > MAX_TRAININGS:
-                result.is_limited = True
-                return
-            result.reason = self._confirm(table, trial)
-            if not result.reason:
-                result.cause = trial
-                return
+        if trial.change in self._confirmed_changes:
+            return False
+        if self._num_trainings + 2 * NUM_PAIRS > MAX_TRAININGS:
+            result.is_limited = True
+            return False
+        self._confirmed_changes.append(trial.change)
+        confirmation = self._train_pairs(trial.change)
+        if not confirmation.reason or result.cause is None:
+            result.controls, result.repeats = confirmation.controls, confirmation.repeats
+            result.confirmed, result.reason = confirmation.confirmed, confirmation.reason
+            result.cause = None if confirmation.reason else trial
+        return not confirmation.reason
 
     def mark_preventing(self) -> None:
         """Take the mark `prevents` from trials that another one does significantly better than."""
@@ -372,35 +397,36 @@ class _Search:
             if trial.prevents and not any(trial is other for other in preventing):
                 self.result.trials[number] = dataclasses.replace(trial, prevents=False)
 
-    def _confirm(self, table: Table, cause: Trial) -> str:
-        """Train the pairs of a cause. Returns why it is not confirmed; empty if it is."""
-        result = self.result
-        result.controls, result.repeats = [], []
+    def _train_pairs(self, cause: Change) -> SearchResult:
+        """Train the pairs of a cause. The result has the reason if they do not confirm it."""
+        result = SearchResult()
         all_controls, all_repeats = dict[str, list[float]](), dict[str, list[float]]()
-        for control_change, repeat_change in control_changes(table, cause.change):
+        for control_change, repeat_change in control_changes(self._table, cause):
             for change, trials, rewards in (
                 (control_change, result.controls, all_controls),
                 (repeat_change, result.repeats, all_repeats),
             ):
                 trial, scores = self._train(change)
-                self._num_confirming += 1
                 trials.append(trial)
                 for prompt, values in scores.items():
                     rewards.setdefault(prompt, []).extend(values)
             if min(trial.reward for trial in result.repeats) <= max(trial.reward for trial in result.controls):
-                return f"{cause.change.label} prevents the drop, but not more than random groups do"
+                result.reason = f"{cause.label} prevents the drop, but not more than random groups do"
+                return result
         difference = paired_difference(all_controls, all_repeats)
         lost = statistics.fmean(map(statistics.fmean, self._before.values())) - statistics.fmean(
             trial.reward for trial in result.controls
         )
         if difference is None or not _is_higher(all_repeats, all_controls):
-            return f"{cause.change.label} prevents the drop, but not significantly when it is repeated"
-        if difference.mean < MIN_RECOVERED_SHARE * lost:
-            return f"{cause.change.label} prevents less than half of the drop when it is repeated"
-        result.confirmed = difference
-        return ""
+            result.reason = f"{cause.label} prevents the drop, but not significantly when it is repeated"
+        elif difference.mean < MIN_RECOVERED_SHARE * lost:
+            result.reason = f"{cause.label} prevents less than half of the drop when it is repeated"
+        else:
+            result.confirmed = difference
+        return result
 
     def _train(self, change: Change) -> tuple[Trial, Rewards]:
+        self._num_trainings += 1
         rewards = self._training.train(change)
         summary, difference = estimate(list(rewards.values())), paired_difference(self._unchanged, rewards)
         drop = paired_difference(self._before, self._unchanged)
@@ -420,11 +446,6 @@ class _Search:
         )
         self._report(f"{change.label}: {trial.reward:.3f}" + ", prevents it" * prevents)
         return trial, rewards
-
-
-def _size(trial: Trial) -> tuple[int, int]:
-    """The numbers of rows and of settings that a change concerns."""
-    return trial.rows, len(trial.change.settings)
 
 
 def _is_higher(rewards: Rewards, others: Rewards) -> bool:

@@ -268,24 +268,39 @@ def test_harm_of_a_part_of_the_reward_is_named_after_rows_that_are_not_confirmed
 
 
 def test_a_change_that_another_does_significantly_better_than_is_no_cause() -> None:
-    """Some prompts recover without the stale rows, all without step 3."""
+    """Some prompts recover without a part of the reward, all without step 3."""
     table = rows(range(8))
-    table["staleness"] = np.where(np.isin(table["group"], (1, 40)), 5, 0)
+    part = Change(label="without the reward part short", reward_part="short")
     some = {prompt: [float(int(prompt) < 11)] * 2 for prompt in HIGH}
 
     class TwoCauses(Training):
         def train(self, change: Change) -> Rewards:
             self.calls += 1
-            removed = self.removed(change)
-            if not ((table["step"] == 3) & ~removed).any():
+            if not ((table["step"] == 3) & ~self.removed(change)).any():
                 return HIGH
-            return LOW if ((table["staleness"] == 5) & ~removed).any() else some
+            return some if change.reward_part else LOW
 
-    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), TwoCauses(table, lambda *_: True))
-    stale, *others = result.trials
-    assert (stale.rows, stale.reward, stale.prevents) == (2 * SIZE, 0.55, False)
+    result = find(table, 0, 8, [part], TwoCauses(table, lambda *_: True))
+    first, *others = result.trials
+    assert (first.change, first.reward, first.prevents) == (part, 0.55, False)
     assert {trial.reward for trial in others if trial.prevents} == {1.0}
     assert result.cause is not None and result.cause.change.where == "step >= 3 and step <= 3"
+
+
+def test_rows_that_stand_out_are_confirmed_before_they_are_divided() -> None:
+    """A part of them that does as well is the cause only if it is confirmed, too."""
+    table = rows(range(8))
+    table["staleness"] = np.where(table["group"] % 4 == 0, 2, 1)
+    training = leaving_out(table, lambda table: table["group"] == 20)
+    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), training)
+    assert result.trials[0].rows == 12 * SIZE and result.trials[0].prevents
+    assert result.cause is not None and result.cause.rows < 12 * SIZE
+    assert training.calls == len(result.trials) + 4 * NUM_PAIRS <= MAX_TRAININGS
+    stale = table["staleness"] == 2
+    everything = leaving_out(table, lambda _: stale)
+    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), everything)
+    assert result.cause is not None and result.cause.change.where == "staleness >= 2 and step < 8"
+    assert everything.calls == len(result.trials) + 2 * NUM_PAIRS and len(result.trials) == 3
 
 
 def test_a_drop_that_does_not_come_back_has_no_cause() -> None:
