@@ -13,7 +13,12 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.step_records import StepRecords
-from staleflow.pipeline.runtime.weight_verification import DRIFT_FACTOR, PROBE_TOKENS, WeightVerification
+from staleflow.pipeline.runtime.weight_verification import (
+    DRIFT_FACTOR,
+    MAX_INITIAL_DRIFT,
+    PROBE_TOKENS,
+    WeightVerification,
+)
 from staleflow.stores.errors import ActorLost, ConfigError, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.trainer import PublishedStep
@@ -234,6 +239,8 @@ async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -
     """The limit is the rounding difference between engine and trainer before the first step, 0.5 nats at most."""
     async with body.placed(world=World(drift=0.1)) as stage:
         assert stage.actors.verification.drift_limit == pytest.approx(DRIFT_FACTOR * 0.1)
+    async with body.placed(world=World(drift=MAX_INITIAL_DRIFT)) as stage:
+        assert stage.actors.verification.drift_limit == DRIFT_FACTOR * MAX_INITIAL_DRIFT
     with pytest.raises(ConfigError, match=r"logprobs differ by 0\.6 nats on average, 0\.5 at most are allowed"):
         async with body.placed(world=World(drift=0.6)):
             pass

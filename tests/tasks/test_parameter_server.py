@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_folder import LOCK_FILE, PartialFile, WeightFolder
-from staleflow.tasks.actors.parameter_server import MAX_PIECES_IN_MEMORY, FetchProgress, ParameterServer, Source
+from staleflow.tasks.actors.parameter_server import (
+    MAX_PIECES_IN_MEMORY,
+    FetchProgress,
+    ParameterServer,
+    Source,
+    mean_difference,
+)
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
 from tests.tasks.parameter_conformance import NUM_BYTES, ParameterHost, ParameterServerTests
@@ -353,3 +359,8 @@ async def test_a_full_disk_is_a_local_store_error(tmp_path: Path, monkeypatch: p
     with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
         await target.fetch(70, source)
     assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
+
+
+@pytest.mark.parametrize(("engine", "mean"), [((), 0.0), ((-1.5,), 0.5), ((-1.5, -1.0, 1.0), (0.5 + 0.0 + 2.0) / 3)])
+def test_the_drift_is_the_mean_difference_of_the_logprobs(engine: tuple[float, ...], mean: float) -> None:
+    assert mean_difference((-1.0,) * len(engine), engine) == mean
