@@ -253,13 +253,15 @@ def _random_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Gen
 def _groups_like(
     table: Table, pool: npt.NDArray[np.bool_], rows: npt.NDArray[np.bool_], rng: np.random.Generator
 ) -> npt.NDArray[Any]:
-    """As few random groups of a pool of rows as have the number and the gradients of other rows, or all of the pool."""
+    """As few random groups of a pool of rows as have the number and the gradients of other rows. For the gradients they
+    are at most half of the pool, so that there are different ones."""
     groups, influence = _influence(table, pool)
     _, sizes = np.unique(table["group"][pool], return_counts=True)
     order = rng.permutation(len(groups))
-    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(rows)))
-    by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, rows)[1])))
-    return np.asarray(groups[order[: max(by_rows, by_influence) + 1 if rows.any() else 0]])
+    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(rows))) + 1
+    by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, rows)[1]))) + 1
+    count = max(by_rows, min(by_influence, len(groups) // 2)) if rows.any() else 0
+    return np.asarray(groups[order[:count]])
 
 
 def _without_groups(groups: npt.NDArray[Any]) -> Change:
