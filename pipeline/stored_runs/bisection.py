@@ -105,9 +105,9 @@ class Bisection:
     trials: tuple[Trial, ...] = ()
     """All changes that were tried, in order."""
     controls: tuple[Trial, ...] = ()
-    """For the change that was to be confirmed last: trainings without random groups."""
+    """Trainings without random groups, of all pairs that were to confirm a change."""
     repeats: tuple[Trial, ...] = ()
-    """Each of the controls with this change, too."""
+    """The other trainings of these pairs, with the change."""
     confirmed: PairedDifference | None = None
     """Repeats minus controls, over the prompts; None if no change was confirmed."""
     cause: Trial | None = None

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs.bisection import Bisection
-from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, MAX_TRIALS, Trial
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, MAX_TRIALS, NUM_PAIRS, Trial
 from staleflow.stores.files import replace_text
 from staleflow.stores.printable import printable
 from staleflow.stores.reward_statistics import Interval
@@ -60,7 +60,8 @@ def _conclusions(result: Bisection) -> Iterator[str]:
     """What the trials show, in sentences."""
     if result.confirmed is not None and result.cause is not None:
         mean, p = result.confirmed.mean, result.confirmed.p
-        yield f"confirmed by {len(result.repeats)} pairs of trainings without random groups: {mean:+.3f} (p {p:.3f})"
+        pairs = f"{NUM_PAIRS} pairs of trainings that leave out random groups"
+        yield f"confirmed by {pairs}: {mean:+.3f} (p {p:.3f})"
     if result.is_limited:
         limit = f"{MAX_TRIALS} trainings to search, {MAX_TRAININGS} in all"
         yield f"the limit is reached ({limit}): not all changes were tried or confirmed"
@@ -68,7 +69,7 @@ def _conclusions(result: Bisection) -> Iterator[str]:
         yield f"no cause found: {printable(result.reason)}"
     else:
         rows = f", {result.cause.rows} rows" if result.cause.rows else ""
-        yield f"smallest change tried that prevents it: {printable(result.cause.change.label)}{rows}"
+        yield f"smallest confirmed change that prevents it: {printable(result.cause.change.label)}{rows}"
 
 
 def _commands(result: Bisection) -> list[str]:
@@ -114,7 +115,7 @@ h1 { font-size: 1.3rem; margin: 0 0 .5rem } .result { font-size: 1.1rem } .soft 
 .row.cause { outline: 2px solid var(--since); outline-offset: -2px; font-weight: 600 }
 .strip { position: relative; height: 1.5rem } .strip * { position: absolute; top: 0; bottom: 0; display: block }
 .since, .at { width: 2px; margin-left: -1px } .since { background: var(--since) } .at { background: var(--at) }
-.controls { background: var(--control) }
+.controls { background: var(--control); min-width: 4px }
 .strip .bar { top: 50%; height: 3px; bottom: auto; margin-top: -1px; background: var(--dot) }
 .strip .dot { width: 11px; height: 11px; border-radius: 50%; top: 50%; bottom: auto; margin: -5px 0 0 -5px;
   background: var(--dot) } .prevents .bar, .prevents .dot { background: var(--since) }
@@ -164,14 +165,17 @@ def make_page(result: Bisection) -> str:
         conclusions.append("not verified: the training repeated here gives other weights than the run published")
     commands = "\n".join(_commands(result))
     title = f"Why version {result.at} of {Path(result.run).name} is worse than version {result.since}"
-    lost = "" if result.reward_change is None else f"{result.reward_change.mean:+.3f} (p {result.reward_change.p:.3f})"
+    if not result.trials:
+        title = f"Versions {result.since} and {result.at} of {Path(result.run).name}"
+    change = result.reward_change
+    lost = "not tested" if change is None else f"{change.mean:+.3f} (p {change.p:.3f})"
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{_text(title)}</title><style>{STYLE}</style>
 <h1>{_text(title)}</h1>
-<p>Mean {_text(result.metric)} on held-out prompts: {since:.3f} and {at:.3f}, a difference of {lost}. The steps between
+<p>Mean {_text(result.metric)} on held-out prompts: {since:.3f} and {at:.3f}, difference {lost}. The steps between
 the two versions were trained again with each of these changes, in {result.elapsed_s:.0f} s.
-{len(_all_trials(result))} trainings.</p>
+{len(_all_trials(result))} trainings with a change.</p>
 <p class="result">{"<br>".join(_text(line[0].upper() + line[1:]) for line in reversed(conclusions))}</p>
 <p class="key soft"><i class="since"></i>version {result.since} <i class="at"></i>version {result.at}, unchanged
 <i class="controls"></i>without random groups <i class="bar" style="background:var(--dot)"></i>95 %

@@ -8,7 +8,7 @@ That alone is no evidence, since the best of many noisy trainings was chosen. So
 trainings confirm it: pairs of which both leave out the same few random groups, one of them with the change, the other
 with random groups of as many rows. With the change each one must have a higher reward than all without it. What harms
 in all rows is undone by any rows that are left out, so it confirms nothing. Rows that stand out are confirmed before
-they are divided further, and a part of the reward last, since without it there may be nothing to learn.
+they are divided further; a part of the reward after the smallest rows, since without it there may be nothing to learn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIN_RECOVERED_SHARE = 0.5
 MIN_INFLUENCE_RATIO = 10.0
 """Groups stand out whose sum of |advantage| x tokens is this many times that of the median group that has one."""
 PERTURBED_SHARE = 8
-"""One of this many groups is left out at random to confirm a change that leaves out no rows, or most of them."""
+"""One of this many groups is left out at random in each pair."""
 MIN_REPEATS = 3
 """A prompt counts as duplicated from this many groups on, and this many times as many as half of the prompts have."""
 TABLES = ("training", "task", "reward", "rollout")
@@ -118,9 +118,9 @@ class SearchResult:
     trials: list[Trial] = field(default_factory=list)
     """All changes that were tried, in order."""
     controls: list[Trial] = field(default_factory=list)
-    """For the last change that was to be confirmed: trainings without random groups."""
+    """Trainings without random groups, of all pairs that were to confirm a change."""
     repeats: list[Trial] = field(default_factory=list)
-    """Each of the controls with this change, too."""
+    """The other trainings of these pairs, with the change."""
     confirmed: PairedDifference | None = None
     """Repeats minus controls, over the prompts; None if nothing was confirmed."""
     is_limited: bool = False
@@ -236,18 +236,20 @@ def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Chang
     everything = np.ones(len(table["group"]), bool)
     rows = Selection(cause.where).mask(table) if cause.where else ~everything
     others = ~np.isin(table["group"], table["group"][rows])  # all, if no rows are left out
-    for _ in range(NUM_PAIRS):
-        few = _random_groups(table, others if others.any() else everything, rng)
+    enough = len(np.unique(table["group"][others])) >= NUM_PAIRS
+    for few in _distinct_groups(table, others if enough else everything, rng):
         rest = ~np.isin(table["group"], few)
         pool = others & rest if np.sum(others & rest) >= np.sum(rows) else rest
         instead = _groups_like(table, pool, rows, rng)
         yield _without_groups(np.sort(np.concatenate([few, instead]))), _and_without_groups(cause, few)
 
 
-def _random_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> npt.NDArray[Any]:
-    """One of PERTURBED_SHARE of the groups of some rows."""
-    groups = np.unique(table["group"][rows])
-    return np.sort(rng.permutation(groups)[: -(-len(groups) // PERTURBED_SHARE)])
+def _distinct_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> Iterator[npt.NDArray[Any]]:
+    """One of PERTURBED_SHARE of the groups of some rows for each pair, different ones if there are enough."""
+    groups = rng.permutation(np.unique(table["group"][rows]))
+    count = -(-len(groups) // PERTURBED_SHARE)
+    for pair in range(NUM_PAIRS):
+        yield np.sort(np.roll(groups, -pair * count)[:count])
 
 
 def _groups_like(
@@ -312,6 +314,7 @@ def search(
         if change.settings:
             halve(change.settings, functools.partial(search.prevents_with, change.since))
             trials = [trial for trial in search.preventing() if trial.change.settings]
+            trials = [trial for trial in trials if trial.change.since == change.since]
             search.confirm(min(trials, key=lambda trial: len(trial.change.settings)))
         elif change.where:
             search.confirm(search.result.trials[-1])
@@ -371,23 +374,23 @@ class _Search:
         larger ones: few rows are then parts of what is everywhere. With a cause, only smaller changes."""
         cause = self.result.cause
         trials = sorted(self.preventing(), key=lambda trial: trial.rows)
+        trials = [trial for trial in trials if trial.change not in self._confirmed_changes]
         trials = [trial for trial in trials if cause is None or trial.rows < cause.rows]
         for trial in [*trials[:1], *sorted(trials[1:], key=lambda trial: not trial.change.reward_part)]:
-            if self.confirm(trial) or self.result.is_limited:
+            if self.confirm(trial):
                 return
 
     def confirm(self, trial: Trial) -> bool:
-        """Confirm a change, if the limit allows it and that was not tried. It is the cause if that succeeds."""
+        """Confirm a change, if the limit allows it. It is the cause if that succeeds."""
         result = self.result
-        if trial.change in self._confirmed_changes:
-            return False
         if self._num_trainings + 2 * NUM_PAIRS > MAX_TRAININGS:
             result.is_limited = True
             return False
         self._confirmed_changes.append(trial.change)
         confirmation = self._train_pairs(trial.change)
+        result.controls += confirmation.controls
+        result.repeats += confirmation.repeats
         if not confirmation.reason or result.cause is None:
-            result.controls, result.repeats = confirmation.controls, confirmation.repeats
             result.confirmed, result.reason = confirmation.confirmed, confirmation.reason
             result.cause = None if confirmation.reason else trial
         return not confirmation.reason
@@ -396,7 +399,7 @@ class _Search:
         """Take the mark `prevents` from trials that another one does significantly better than."""
         preventing = self.preventing()
         for number, trial in enumerate(self.result.trials):
-            if trial.prevents and not any(trial is other for other in preventing):
+            if trial.prevents and trial is not self.result.cause and not any(trial is other for other in preventing):
                 self.result.trials[number] = dataclasses.replace(trial, prevents=False)
 
     def _train_pairs(self, cause: Change) -> SearchResult:
@@ -416,10 +419,13 @@ class _Search:
                 result.reason = f"{cause.label} prevents the drop, but not more than random groups do"
                 return result
         difference = paired_difference(all_controls, all_repeats)
-        lost = statistics.fmean(map(statistics.fmean, self._before.values())) - statistics.fmean(
-            trial.reward for trial in result.controls
+        before, unchanged = (
+            statistics.fmean(map(statistics.fmean, rewards.values())) for rewards in (self._before, self._unchanged)
         )
-        if difference is None or not _is_higher(all_repeats, all_controls):
+        lost = before - statistics.fmean(trial.reward for trial in result.controls)
+        if lost < MIN_RECOVERED_SHARE * (before - unchanged):
+            result.reason = f"{cause.label} prevents the drop, but so do random groups"
+        elif difference is None or not _is_higher(all_repeats, all_controls):
             result.reason = f"{cause.label} prevents the drop, but not significantly when it is repeated"
         elif difference.mean < MIN_RECOVERED_SHARE * lost:
             result.reason = f"{cause.label} prevents less than half of the drop when it is repeated"

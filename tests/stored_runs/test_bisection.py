@@ -230,10 +230,12 @@ def test_a_part_of_the_reward_is_the_cause_if_no_fewer_rows_are() -> None:
 def test_a_change_is_no_cause_if_random_groups_prevent_the_drop_as_well() -> None:
     """All rows do harm together, and any few that are left out undo it."""
     table = rows(range(8))
-    result = find(table, 0, 8, [], Training(table, lambda _, removed: removed.sum() < SIZE))
+    training = Training(table, lambda _, removed: removed.sum() < SIZE)
+    result = find(table, 0, 8, [], training)
     assert result.cause is None and result.confirmed is None
     assert result.reason.startswith("without ") and result.reason.endswith("but not more than random groups do")
-    assert len(result.controls) == len(result.repeats) == 1, "one pair is enough to see it"
+    assert len(result.controls) == len(result.repeats) > 1, "one pair for each change is enough to see it"
+    assert training.calls == len(result.trials) + 2 * len(result.controls)
     result = find(table, 0, 8, [], Training(table, lambda *_: True))
     assert result.cause is None and not result.controls and not result.is_limited
     assert result.reason == "no change that was tried prevents the drop"
@@ -256,13 +258,16 @@ def test_the_next_larger_change_is_confirmed_if_the_smallest_cannot_be() -> None
     assert result.cause is not None and result.cause.change.where == "step >= 0 and step <= 0"
 
 
-def test_harm_of_a_part_of_the_reward_is_named_after_rows_that_are_not_confirmed() -> None:
-    """The part harms in all rows, so any rows that are left out undo it, too, if they are enough."""
-    table = rows(range(8))
+@pytest.mark.parametrize("steps", [8, 512])
+def test_harm_of_a_part_of_the_reward_is_named_after_rows_that_are_not_confirmed(steps: int) -> None:
+    """The part harms in all rows, so any rows that are left out undo it, too, if they are enough. It is confirmed also
+    if the search for rows has reached its limit."""
+    table = rows(range(steps))
     part = Change(label="without the reward part short", reward_part="short")
-    training = Training(table, lambda change, removed: not change.reward_part and removed.sum() < 8 * SIZE)
-    result = find(table, 0, 8, [part], training)
-    assert [trial.change.where for trial in result.trials if trial.prevents][-1] == "step >= 0 and step <= 1"
+    enough = 8 * SIZE * steps // 8
+    training = Training(table, lambda change, removed: not change.reward_part and removed.sum() < enough)
+    result = find(table, 0, steps, [part], training)
+    assert [trial.change.where for trial in result.trials if trial.prevents][-1].startswith("step >= 0 and step <= ")
     assert result.cause is not None and result.cause.change is part
     assert training.calls == len(result.trials) + 2 + 2 * NUM_PAIRS, "one pair for the steps"
 
@@ -319,7 +324,7 @@ def test_a_search_trains_at_most_twenty_times() -> None:
     assert result.cause is not None and result.cause == [t for t in result.trials if t.prevents][-1]
 
 
-@pytest.mark.parametrize("groups", [0, 1, 5, 16, 24, 40])
+@pytest.mark.parametrize("groups", [0, 1, 5, 16, 24, 40, 44, 45])
 def test_a_control_leaves_out_as_many_rows_and_as_large_gradients_as_the_change(groups: int) -> None:
     table = rows(range(8))
     cause = Change(label="", where=f"group < {groups}" if groups else "")
@@ -335,6 +340,7 @@ def test_a_control_leaves_out_as_many_rows_and_as_large_gradients_as_the_change(
         if groups <= 16:
             assert left_out.sum() >= also.sum()
             assert influence[left_out].sum() >= influence[also].sum() or left_out.sum() >= len(left_out) // 3
+    assert len({repeat.where for _, repeat in pairs}) == NUM_PAIRS
 
 
 def test_controls_differ_also_where_no_rows_have_as_large_gradients() -> None:
@@ -589,11 +595,11 @@ def test_the_command_prints_each_change_and_how_to_unlearn_the_smallest(
     assert ("not verified: the training repeated here gives other weights" in end.stdout) is not found
     words = "without step 1 32 rows 0.750 +0.750 (p 0.004) prevents it"
     assert lines[not found].split() == words.split()
-    confirmed = "confirmed by 2 pairs of trainings without random groups: +0.750 (p 0.004)"
+    confirmed = "confirmed by 3 pairs of trainings that leave out random groups: +0.750 (p 0.004)"
     assert (confirmed in lines) is found
     assert any("20 in all" in line for line in lines) is not found
     if found:
-        assert lines[-3] == "smallest change tried that prevents it: without group 9, 4 rows"
+        assert lines[-3] == "smallest confirmed change that prevents it: without group 9, 4 rows"
         assert lines[-1] == "  staleflow unlearn 'runs/a b' --where 'group == 9'"
     else:
         assert lines[-1] == "no cause found: no change alone prevents it"
