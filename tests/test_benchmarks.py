@@ -17,7 +17,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.support.simulated_store import stored_simulation
 
-NO_SCRIPTS = {"__init__", "__main__", "admission_rules", "routing_rules"}
+NO_SCRIPTS = {"__init__", "__main__", "admission_rules", "planted_causes", "routing_rules"}
 SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if p.stem not in NO_SCRIPTS)
 
 

@@ -12,16 +12,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.recovery.run_folder import STARTS
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replacing
 from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
-FILE = "starts.json"
 PHASES_PER_START = (
     "decide_s",
     "driver_cpu_s",
@@ -53,7 +53,7 @@ class StartRecorder(RunListener):
     elapsed_s: seconds of the run before."""
 
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
-        self._path = run_dir / FILE
+        self._path = run_dir / STARTS
         self._earlier_starts = read(run_dir)
         self._start = Start(version)
         self._elapsed_s = elapsed_s
@@ -99,22 +99,12 @@ class StartRecorder(RunListener):
 
 def read(run_dir: Path) -> list[Start]:
     """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
-    path = run_dir / FILE
+    path = run_dir / STARTS
     try:
         entries = json.loads(path.read_text()) if path.is_file() else []
         return [CODEC.decode(entry, Start) for entry in entries]
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without earlier losses") from error
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Read summary.json of a run; empty if its latest start has written none, or it cannot be read."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        num_starts = len(read(run_dir))
-        return summary if len(summary.get("starts", ())) >= num_starts else {}
-    except (OSError, ValueError, AttributeError, TypeError, StoreError):
-        return {}
 
 
 def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import time
@@ -31,6 +32,8 @@ from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
 """Name of the lock file in a run's folder, which contains the process that has the lock."""
+STARTS = "starts.json"
+"""Name of the file with the starts of a run (pipeline/jobs/starts.py)."""
 OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event after which a process of another machine counts as dead, because its process id cannot be
 checked from here."""
@@ -194,6 +197,17 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):
                 file.truncate(0)  # this process may continue without using the folder
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Read summary.json of a run; empty if its latest start has written none, or it cannot be read."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        starts = run_dir / STARTS
+        num_starts = len(json.loads(starts.read_text())) if starts.is_file() else 0
+        return summary if len(summary.get("starts", ())) >= num_starts else {}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
 def in_use(run_dir: Path) -> bool:

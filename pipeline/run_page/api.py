@@ -16,7 +16,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import list_files, recorded_starts, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
-from staleflow.pipeline.jobs.starts import read_summary
+from staleflow.pipeline.recovery.run_folder import read_summary
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot

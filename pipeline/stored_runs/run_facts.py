@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
-from staleflow.pipeline.jobs.starts import read_summary
 from staleflow.pipeline.recovery import source_fingerprints
-from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.recovery.run_folder import load_job, read_summary
 from staleflow.pipeline.recovery.start_inputs import user_code_hash
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards, read_suites
 from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
