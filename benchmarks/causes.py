@@ -4,8 +4,8 @@
 
 A run of the demo's model is resumed for four steps in which the policy is harmed, once for each cause. Then the drop of
 its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
-An answer counts as missed unless it names the same kind of cause; the table has the answer's rows. Writes causes.md
-and causes.json.
+If the policy became worse, an answer counts as missed unless it names the same kind of cause; the table has the
+answer's rows. Writes causes.md and causes.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.run_report import RunListener
-from staleflow.pipeline.stored_runs import bisection, bisection_page
+from staleflow.pipeline.stored_runs import bisection, bisection_page, cause_search
 
 SINCE, AT = 14, 18
 """The versions that are compared."""
@@ -216,8 +216,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["| planted | before, after | answer | rows | trainings | seconds |", "|---|---|---|---|---|---|"]
     for row in rows:
         versions = f"{row['since']:.3f}, {row['at']:.3f} (p {row['p']:.3f})"
+        has_drop = row["p"] < cause_search.P_LIMIT and row["at"] < row["since"]
+        mark = "**missed**: " if has_drop and not row["is_named"] else ""
         lines.append(
-            f"| {row['name']} | {versions} | {'' if row['is_named'] else '**missed**: '}{row['answer'][:120]} | "
+            f"| {row['name']} | {versions} | {mark}{row['answer'][:120]} | "
             f"{row['rows']} | {row['trainings']} | {row['seconds']:.0f} |"
         )
     return lines

@@ -241,7 +241,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = printable(self.format(record))
-        except Exception:  # noqa: BLE001  of whoever wrote the call
+        except Exception:  # noqa: BLE001  a malformed log call must not end its caller
             self.handleError(record)
         else:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

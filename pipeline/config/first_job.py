@@ -247,7 +247,7 @@ def _pretrain(out: Path, report: Callable[[str], None]) -> None:
 
 
 def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
-    """Open the user's data set, and find its columns and the form of its answers; without one, those of the sums.
+    """Open the user's data set, and find its columns and the form of its answers; without data, those of the sums.
     Raises ConfigError."""
     source = _source_name(inputs.data) if inputs.data else ""
     kind, _, name = source.partition(":")

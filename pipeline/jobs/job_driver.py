@@ -183,8 +183,17 @@ async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterat
 @contextlib.asynccontextmanager
 async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
     """Append the stacks of all threads to a file each time that the event loop does not run for STUCK_S. The process
-    is restarted then, and nothing else would say where it hung."""
-    with path.open("ab") as file:
+    is restarted then, and nothing else would say where it hung. Without the file, as on a full disk, nothing is
+    written."""
+    try:
+        opened_file = path.open("ab")
+    except OSError as error:
+        logging.getLogger(__name__).warning("%s: cannot be opened: %s", path, error.strerror)
+        opened_file = None
+    if opened_file is None:
+        yield
+        return
+    with opened_file as file:
 
         async def postpone() -> None:
             while True:

@@ -45,7 +45,7 @@ class WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write(record.getMessage())
-        except Exception:  # noqa: BLE001  of whoever wrote the call
+        except Exception:  # noqa: BLE001  a malformed log call must not end its caller
             self.handleError(record)
 
 

@@ -144,7 +144,7 @@ def temporary_branch(repository: Any, snapshot: str) -> Iterator[str]:
 
 
 def _is_abandoned(branch: str) -> bool:
-    """Whether a branch is a temporary one, too old for a process that still works on it."""
+    """Whether a branch is temporary, and too old for a process that still works on it."""
     if not branch.startswith(TEMPORARY_PREFIX):
         return False
     created = branch.removeprefix(TEMPORARY_PREFIX).partition("-")[0]

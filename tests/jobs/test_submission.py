@@ -65,6 +65,10 @@ async def test_a_driver_that_hangs_leaves_the_stacks_of_its_threads(
     async with job_driver.writing_stacks_if_stuck(tmp_path / "none"):
         await asyncio.sleep(0.01)
     assert not (tmp_path / "none").exists()
+    entered = False
+    async with job_driver.writing_stacks_if_stuck(tmp_path / "no folder" / "none"):
+        entered = True
+    assert entered, "a job runs also if the file cannot be written"
 
 
 async def test_a_submitted_job_is_in_the_queue(job: Path) -> None:
