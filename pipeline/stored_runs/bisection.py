@@ -1,8 +1,8 @@
 """Bisection: which change of a training prevents that a policy became worse, found by repeating the training.
 
 Two versions are given, the later of which has a lower reward on held-out prompts. The steps between them are trained
-again from the earlier one, each time with one change (cause_search.py): some rows left out, a part of the reward left
-out, or settings as they were before a resume. The weights that result answer each held-out prompt several times.
+again from the earlier one, each time with one change (training_changes.py): some rows left out, a part of the reward
+left out, or settings as they were before a resume. The weights that result answer each held-out prompt several times.
 
 Invariant: only what a change names differs between two trainings. Advantages of other rows are estimated again where
 they depended on it (unlearning.py), and each step keeps its learning rate unless the change names a setting of it.
@@ -32,23 +32,18 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import reward_rescoring, unlearning, verification
-from staleflow.pipeline.stored_runs.cause_search import (
-    MAX_TRAININGS,
-    P_LIMIT,
-    Change,
-    Rewards,
-    SearchResult,
-    Trial,
-    changed_settings,
-    conspicuous_rows,
-    restore_settings,
-    search,
-    settings_change,
-)
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, P_LIMIT, Rewards, SearchResult, Trial, search
 from staleflow.pipeline.stored_runs.pool import Report, open_store_at
 from staleflow.pipeline.stored_runs.repeated_steps import JobPart, open_policy, read_batch_rows, train_step
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
+from staleflow.pipeline.stored_runs.training_changes import (
+    Change,
+    changed_settings,
+    conspicuous_rows,
+    restore_settings,
+    settings_change,
+)
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import remove
 from staleflow.stores.reward_statistics import (

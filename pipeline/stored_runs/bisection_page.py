@@ -13,7 +13,8 @@ from html import escape
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs.bisection import Bisection
-from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, MAX_TRIALS, NUM_PAIRS, Trial
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, MAX_TRIALS, Trial
+from staleflow.pipeline.stored_runs.training_changes import NUM_PAIRS
 from staleflow.stores.files import replace_text
 from staleflow.stores.printable import printable
 from staleflow.stores.reward_statistics import Interval

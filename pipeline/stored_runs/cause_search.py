@@ -16,68 +16,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.config.knob_tree import toml_value
-from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.stored_runs.run_files import format_steps
+from staleflow.pipeline.stored_runs.training_changes import (
+    NUM_PAIRS,
+    Change,
+    Table,
+    control_changes,
+    influence_by_group,
+    keep_settings,
+    one_of,
+)
 from staleflow.stores.reward_statistics import Interval, PairedDifference, estimate, paired_difference
 from staleflow.stores.trajectories.selection import Selection
-from staleflow.stores.trajectory import FinishReason
 
 MAX_TRAININGS = 20
 """Trainings at most, with those that confirm."""
 MAX_TRIALS = 12
 """Trainings after which no further change is tried; the others are left to confirm one."""
-NUM_PAIRS = 3
-"""Pairs of trainings that confirm a cause. Without a difference all with the change are above all without it in one of
-20 cases."""
 P_LIMIT = 0.01
 """p-value below which a difference between two trainings counts."""
 MIN_RECOVERED_SHARE = 0.5
 """Share of the lost reward that has to come back with a change for it to count."""
-MIN_INFLUENCE_RATIO = 10.0
-"""Groups stand out whose sum of |advantage| x tokens is this many times that of the median group that has one."""
-PERTURBED_SHARE = 8
-"""One of this many groups is left out at random in each pair."""
-MIN_REPEATS = 3
-"""A prompt counts as duplicated from this many groups on, and this many times as many as half of the prompts have."""
-TABLES = ("training", "task", "reward", "rollout")
-"""Tables of a job with settings that the weights or the held-out rewards depend on."""
-OTHER_SETTINGS = {
-    "training": {"ranks", "recompute_activations", "offload", "checkpoint_every", "resume_every", "keep_every"},
-    "task": {"eval_prompts", "sampler"},
-    "reward": {"workers", "timeout_s", "max_error_share"},
-}
-"""Settings of these tables that nothing of a repeated training depends on, besides rounding."""
-ROLLOUT_SETTINGS = ("temperature", "max_new_tokens")
-"""Settings of `rollout` that held-out prompts are answered with."""
-MAX_VALUE = 60
-"""Characters of a setting's value up to which the label of a change has it."""
-Table = Mapping[str, npt.NDArray[Any]]
 Rewards = Mapping[str, Sequence[float]]
 """Rewards by held-out prompt, one for each answer."""
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A change of a repeated training; without any of its fields the training is unchanged."""
-
-    label: str
-    """The change in words."""
-    where: str = ""
-    """Rows that are left out, as a selection for `unlearn` and `store show`; empty: none."""
-    reward_part: str = ""
-    """Part of the reward that is left out; empty: none."""
-    settings: tuple[tuple[str, str], ...] = ()
-    """Settings that keep the value of before step `since`: their keys, as TABLE.KEY, and the value as TOML."""
-    since: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,161 +94,6 @@ class SearchResult:
     """Repeats minus controls, over the prompts; None if nothing was confirmed."""
     is_limited: bool = False
     """Whether the limit of trainings ended the search."""
-
-
-# -- changes to try --------------------------------------------------------------------------------------------------
-
-
-def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
-    """Settings, as TABLE.KEY, that differ between two jobs of a run and that a repeated training depends on."""
-    keys = []
-    before, after = _with_schedule(before), _with_schedule(after)
-    for table in TABLES:
-        old, new = getattr(before, table), getattr(after, table)
-        names = ROLLOUT_SETTINGS if table == "rollout" else [f.name for f in dataclasses.fields(new)]
-        names = [name for name in names if name not in OTHER_SETTINGS.get(table, ())]
-        keys += [f"{table}.{name}" for name in names if getattr(old, name) != getattr(new, name)]
-    return keys
-
-
-def _with_schedule(config: RunConfig) -> RunConfig:
-    """A job whose learning-rate schedule does not depend on its number of steps: a resume may change that number."""
-    training = config.training
-    steps = 0 if training.schedule == "constant" else training.schedule_steps or config.steps
-    return dataclasses.replace(config, training=dataclasses.replace(training, schedule_steps=steps))
-
-
-def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) -> RunConfig:
-    """A job with the values of some settings, as TABLE.KEY, that another job has."""
-    former = _with_schedule(former)
-    for key in keys:
-        table, _, name = key.partition(".")
-        section = dataclasses.replace(getattr(config, table), **{name: getattr(getattr(former, table), name)})
-        config = dataclasses.replace(config, **{table: section})
-    return config
-
-
-def settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
-    """The settings that a job has since a step, with the values of the job before."""
-    keys, former = changed_settings(former, config), _with_schedule(former)
-    values = [toml_value(getattr(getattr(former, table), name)) for table, _, name in (k.partition(".") for k in keys)]
-    return _with_settings(tuple(zip(keys, values, strict=True)), since)
-
-
-def _with_settings(settings: Sequence[tuple[str, str]], since: int) -> Change:
-    values = ", ".join(f"{key} = {value}" if len(value) <= MAX_VALUE else key for key, value in settings)
-    return Change(label=f"with {values} as before step {since}", settings=tuple(settings), since=since)
-
-
-def conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> list[Change]:
-    """Changes that leave out rows which stand out, those of the fewest rows first.
-
-    Args:
-        table: Columns of the rows of the repeated steps; `differs` says whether the reward function now gives another
-            reward than the stored one, `prompt` numbers the prompts by their tokens.
-        window: The steps as a selection.
-        sources: Names of the task sources, if there are several.
-    """
-    parts = [
-        (f"stale trajectories (staleness >= {lag})", f"staleness >= {lag} and {window}", table["staleness"] >= lag)
-        for lag in _some_lags(table["staleness"])
-    ]
-    length = FinishReason.LENGTH.value
-    parts.append(("truncated responses", f"finish == {length!r} and {window}", table["finish"] == length))
-    for number, name in enumerate(sources):
-        parts.append((f"source {name}", f"source == {number} and {window}", table["source"] == number))
-    parts.append(
-        (
-            "rows that the reward function now gives another reward",
-            _one_of("trajectory", table["trajectory"][table["differs"]]),
-            table["differs"],
-        )
-    )
-    repeated = np.isin(table["prompt"], _repeated_prompts(table))
-    parts.append(("prompts drawn again and again", _one_of("group", np.unique(table["group"][repeated])), repeated))
-    groups, sums = _influence(table)
-    usual = np.median(sums[sums > 0]) if (sums > 0).any() else 0.0
-    outstanding = np.isin(table["group"], groups[sums > MIN_INFLUENCE_RATIO * usual])
-    parts.append(
-        (
-            "groups with outstanding gradients",
-            _one_of("group", np.unique(table["group"][outstanding])) if outstanding.any() else "",
-            outstanding,
-        )
-    )
-    parts = [part for part in parts if part[2].any() and not part[2].all()]
-    parts.sort(key=lambda part: int(part[2].sum()))
-    return [Change(label=f"without {label}", where=where) for label, where, _ in parts]
-
-
-def _some_lags(staleness: npt.NDArray[Any]) -> list[int]:
-    """The lowest, the middle and the highest of the lags above the lowest one of all rows."""
-    lags = np.unique(staleness)[1:].tolist()
-    return sorted({lags[0], lags[len(lags) // 2], lags[-1]}) if lags else []
-
-
-def _repeated_prompts(table: Table) -> npt.NDArray[Any]:
-    """Prompts of at least MIN_REPEATS groups, and of MIN_REPEATS times as many as the median prompt."""
-    _, first = np.unique(table["group"], return_index=True)
-    prompts, counts = np.unique(table["prompt"][first], return_counts=True)
-    return np.asarray(prompts[counts >= MIN_REPEATS * max(1.0, float(np.median(counts)))])
-
-
-def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Change]]:
-    """Pairs of changes that confirm a cause: a few random groups are left out with the cause, and without it, but with
-    other random groups that have as many rows and as large gradients as the cause. So both leave out as much.
-
-    These other groups have no row of the cause, if others are enough. Instead of a cause that leaves out no rows, none
-    are left out.
-    """
-    rng = np.random.default_rng(0)
-    everything = np.ones(len(table["group"]), bool)
-    rows = Selection(cause.where).mask(table) if cause.where else ~everything
-    others = ~np.isin(table["group"], table["group"][rows])  # all, if no rows are left out
-    enough = len(np.unique(table["group"][others])) >= NUM_PAIRS
-    for few in _distinct_groups(table, others if enough else everything, rng):
-        rest = ~np.isin(table["group"], few)
-        pool = others & rest if np.sum(others & rest) >= np.sum(rows) else rest
-        instead = _groups_like(table, pool, rows, rng)
-        yield _without_groups(np.sort(np.concatenate([few, instead]))), _and_without_groups(cause, few)
-
-
-def _distinct_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> Iterator[npt.NDArray[Any]]:
-    """One of PERTURBED_SHARE of the groups of some rows for each pair, different ones if there are enough."""
-    groups = rng.permutation(np.unique(table["group"][rows]))
-    count = -(-len(groups) // PERTURBED_SHARE)
-    for pair in range(NUM_PAIRS):
-        yield np.sort(np.roll(groups, -pair * count)[:count])
-
-
-def _groups_like(
-    table: Table, pool: npt.NDArray[np.bool_], rows: npt.NDArray[np.bool_], rng: np.random.Generator
-) -> npt.NDArray[Any]:
-    """As few random groups of a pool of rows as have the number and the gradients of other rows. For the gradients they
-    are at most half of the pool, so that there are different ones."""
-    groups, influence = _influence(table, pool)
-    _, sizes = np.unique(table["group"][pool], return_counts=True)
-    order = rng.permutation(len(groups))
-    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(rows))) + 1
-    by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(_influence(table, rows)[1]))) + 1
-    count = max(by_rows, min(by_influence, len(groups) // 2)) if rows.any() else 0
-    return np.asarray(groups[order[:count]])
-
-
-def _without_groups(groups: npt.NDArray[Any]) -> Change:
-    label = f"without {len(groups)} random groups" if len(groups) > 1 else "without a random group"
-    return Change(label=label, where=_one_of("group", groups))
-
-
-def _and_without_groups(cause: Change, groups: npt.NDArray[Any]) -> Change:
-    control = _without_groups(groups)
-    where = f"({cause.where}) or {control.where}" if cause.where else control.where
-    return dataclasses.replace(cause, label=f"{cause.label}, and {control.label}", where=where)
-
-
-def _one_of(column: str, values: npt.NDArray[Any]) -> str:
-    """A selection of the rows with one of these values in a column."""
-    return f"{column} == {values[0]}" if len(values) == 1 else f"{column} in ({', '.join(map(str, values.tolist()))})"
 
 
 # -- search ----------------------------------------------------------------------------------------------------------
@@ -361,7 +175,7 @@ class _Search:
         return any(trial is other for other in self.preventing())
 
     def prevents_with(self, since: int, settings: Sequence[tuple[str, str]]) -> bool:
-        return self.prevents(_with_settings(settings, since))
+        return self.prevents(keep_settings(settings, since))
 
     def preventing(self) -> list[Trial]:
         """The changes that prevent the drop, without those that another one does significantly better than: half of a
@@ -478,7 +292,7 @@ def _halve_groups(table: Table, preventing: Sequence[Trial], prevents: Callable[
 
     def without(groups: Sequence[int]) -> bool:
         label = f"{prefix} group {groups[0]}" if len(groups) == 1 else f"{prefix} {len(groups)} groups"
-        return prevents(Change(label=label, where=condition + _one_of("group", np.array(groups))))
+        return prevents(Change(label=label, where=condition + one_of("group", np.array(groups))))
 
     halve(groups_by_influence(table, rows), without)
 
@@ -499,16 +313,5 @@ def halve(items: Sequence[Item], prevents: Callable[[Sequence[Item]], bool]) -> 
 
 def groups_by_influence(table: Table, rows: npt.NDArray[np.bool_]) -> list[int]:
     """The groups of some rows, those with the largest sum of |advantage| x tokens first."""
-    groups, sums = _influence(table, rows)
+    groups, sums = influence_by_group(table, rows)
     return [int(group) for group in groups[np.argsort(-sums, kind="stable")]]
-
-
-def _influence(
-    table: Table, rows: npt.NDArray[np.bool_] | None = None
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
-    """[G] the groups of some rows, by default all, and [G] their sums of |advantage| x tokens, by which the size of
-    their gradients is estimated."""
-    rows = np.ones(len(table["group"]), bool) if rows is None else rows
-    groups, index = np.unique(table["group"][rows], return_inverse=True)
-    weights = np.abs(table["advantage"][rows]).astype(np.float64) * table["response_tokens"][rows]
-    return groups, np.bincount(index, weights, minlength=len(groups)).astype(np.float64)

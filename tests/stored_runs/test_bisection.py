@@ -28,22 +28,24 @@ from staleflow.pipeline.stored_runs.bisection import UNCHANGED, Bisection
 from staleflow.pipeline.stored_runs.cause_search import (
     MAX_TRAININGS,
     MAX_TRIALS,
-    NUM_PAIRS,
     P_LIMIT,
-    PERTURBED_SHARE,
-    Change,
     Rewards,
     SearchResult,
     Trial,
+    halve,
+    search,
+)
+from staleflow.pipeline.stored_runs.repeated_steps import open_policy
+from staleflow.pipeline.stored_runs.training_changes import (
+    NUM_PAIRS,
+    PERTURBED_SHARE,
+    Change,
     changed_settings,
     conspicuous_rows,
     control_changes,
-    halve,
     restore_settings,
-    search,
     settings_change,
 )
-from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import estimate, paired_difference
 from staleflow.stores.trajectories.reader import UnreadableRow
