@@ -29,7 +29,7 @@ from staleflow.tasks.training.loss import Dpo, Kimi, Sft
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
-from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import KlConfig, SftConfig, TrainingConfig
 
 LIMITS = (1e-6, 3e-6)
 """Of the loss and of the gradient, which in float32 differs by 5e-7 between two divisions into micro-batches."""
@@ -72,6 +72,7 @@ def main() -> None:
             for name, (ours, theirs) in {
                 "sft: SFTTrainer, loss_type nll, 3 micro-batches of one step": fine_tuned(models, rows, Path(folder)),
                 "dpo: DPOTrainer, loss_type sigmoid, beta 0.1": preferred(models, rows, Path(folder)),
+                "dpo as above + 0.3 x sft as above": mixed(models, rows, Path(folder)),
                 "distillation: IWOPDTrainer, iw_opd_gamma 0, temperature 1": distilled(models, rows),
             }.items():
                 loss = abs(ours.loss - theirs.loss) / abs(theirs.loss)
@@ -123,16 +124,30 @@ def random_rows(seed: int) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Settings that return the same examples for each step."""
+
+    examples: Sequence[Row]
+
+    def build(self) -> Examples:
+        return self
+
+    def rows(self, step: int) -> Sequence[Row]:
+        return self.examples
+
+
 def our_result(models: Models, rows: Sequence[Row], **training: Any) -> Result:
-    """The loss and the gradient of a step of this project's trainer."""
+    """The loss and the gradient of a step of this project's trainer. The rows are also its examples, if it has any."""
     settings = TrainerSettings(
         model=str(models.policy), dtype="float32", device="cpu", num_steps=1, temperature=1.0, max_length=LONGEST,
-        seed=0, training=TrainingConfig(
+        seed=0, examples=Examples(examples=rows), training=TrainingConfig(
             learning_rate=1e-12, grad_clip=1e9, microbatch_tokens=200, measured_rows=0, **training
         ),
     )  # fmt: skip
     trainer = PolicyTrainer(settings)
-    loss = trainer.step(0, rows)["loss"]
+    metrics = trainer.step(0, rows)
+    loss = metrics["loss"] + settings.training.sft.weight * metrics.get("sft_loss", 0.0)
     return Result(loss=loss, gradient=gradient_of(trainer.model))
 
 
@@ -243,6 +258,15 @@ def preferred(models: Models, rows: list[Row], folder: Path) -> tuple[Result, Re
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     return ours, Result(loss=float(loss.detach()), gradient=gradient_of(trainer.model))
+
+
+def mixed(models: Models, rows: list[Row], folder: Path) -> tuple[Result, Result]:
+    """Preference optimization with supervised fine-tuning mixed in."""
+    sft = SftConfig(weight=0.3)
+    ours = our_result(models, rows, loss=Dpo(), kl=KlConfig(reference=str(models.other)), sft=sft)
+    (_, preference), (_, example) = preferred(models, rows, folder), fine_tuned(models, rows, folder)
+    loss = preference.loss + sft.weight * example.loss
+    return ours, Result(loss=loss, gradient=preference.gradient + sft.weight * example.gradient)
 
 
 if __name__ == "__main__":

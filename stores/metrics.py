@@ -79,7 +79,10 @@ METRICS = (
            label="in queue, mean"),
     Metric(name="mixed_versions", unit="share", doc="trajectories sampled under more than one version"),
     Metric(name="sampling_s", unit="s", doc="mean time from first routing to last token"),
-    Metric(name="loss", unit="", doc="loss, mean over minibatches", label="loss"),
+    Metric(name="loss", unit="", doc="loss of the batch, mean over minibatches", label="loss"),
+    Metric(name="sft_loss", unit="nats", doc="cross-entropy of the step's examples per answer token, mean over "
+           "minibatches; absent without training.sft.weight"),
+    Metric(name="sft_tokens", unit="tokens", doc="answer tokens of the step's examples; absent as sft_loss"),
     Metric(name="grad_norm", unit="", doc="gradient norm before clipping, mean over minibatches", label="norm"),
     Metric(name="updates_dropped", unit="updates", doc="optimizer updates left out because their gradient was not "
            "finite"),
@@ -116,7 +119,7 @@ METRICS = (
     Metric(
         name="tokens_trained",
         unit="tokens",
-        doc="tokens that contributed to the gradient, each once, however many epochs it is trained in",
+        doc="tokens of the batch that contributed to the gradient, each once, however many epochs it is trained in",
     ),
     Metric(name="fetch_s", unit="s", doc="time to fetch the batch from the trajectory server"),
     Metric(name="train_s", unit="s", doc="time of forward, backward and optimizer"),

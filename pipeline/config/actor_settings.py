@@ -303,7 +303,7 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
     from staleflow.tasks.sources.examples import ExampleSettings
 
     sft = config.training.sft
-    if not sft.steps:
+    if not sft.uses_examples:
         return None
     prompts = prompt_settings(config, num_held_out=num_held_out, max_prompt_tokens=max_prompt_tokens(config, 2**31))
     if not sft.source:

@@ -80,9 +80,17 @@ def _check_objective(config: RunConfig) -> Iterator[str]:
             'set estimator = "k1"'
         )
     sft = config.training.sft
-    if sft.source and not sft.steps:
-        yield f"training.sft.source = {sft.source!r} is not used while training.sft.steps = 0; set it above 0"
-    if sft.steps and config.has_environment and not config.environment.tools and not sft.source:
+    if sft.source and not sft.uses_examples:
+        yield (
+            f"training.sft.source = {sft.source!r} is not used while training.sft.steps and training.sft.weight are 0; "
+            "set one above 0"
+        )
+    if sft.weight and sft.examples_per_step < config.training.minibatches:
+        yield (
+            f"training.sft.examples_per_step = {sft.examples_per_step} is less than training.minibatches = "
+            f"{config.training.minibatches}, over which the examples of a step are divided; raise it"
+        )
+    if sft.uses_examples and config.has_environment and not config.environment.tools and not sft.source:
         yield "training.sft.source is missing: task.source is an environment; name rows with answers"
     if sft.steps and not kl.reference and (kl.coefficient or isinstance(config.training.loss, Dpo)):
         yield (
@@ -94,7 +102,8 @@ def _check_objective(config: RunConfig) -> Iterator[str]:
         yield 'training.loss = "dpo" has its own beta; set training.kl.coefficient and training.entropy_bonus to 0'
     if isinstance(loss, Dpo) and config.batch.group_size < 2:
         yield 'training.loss = "dpo" compares responses to one prompt; batch.group_size must be >= 2'
-    if config.training.advantage.name == "none" and not kl.coefficient and not isinstance(loss, Sft | UserLoss):
+    trains_without_advantage = kl.coefficient or sft.weight or isinstance(loss, Sft | UserLoss)
+    if config.training.advantage.name == "none" and not trains_without_advantage:
         yield (
             'training.advantage = "none" leaves nothing to train on; set training.kl.coefficient above 0 and a teacher '
             "as training.kl.reference, or choose another advantage"
@@ -147,8 +156,8 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
             )
         if name in (HELD_OUT, *config.evaluation.sets):
             yield f"{key}: an evaluation set has this name; rename one"
-    if config.training.sft.steps:
-        yield "training.sft.steps is not supported with several task sources; set it to 0, or use one [task]"
+    if config.training.sft.uses_examples:
+        yield "training.sft is not supported with several task sources; remove it, or use one [task]"
     for name, evaluation_set in config.evaluation.sets.items():
         if not evaluation_set.source:
             yield f"evaluation.sets.{name} needs a source: of several task sources it cannot take the job's own"

@@ -80,7 +80,7 @@ def compute(config: RunConfig) -> Fingerprints:
         other_inputs = _source_inputs(task.eval_source, task.eval_options, config.seed)
         source |= {f"evaluation's {key.removeprefix('task.')}": value for key, value in other_inputs.items()}
     sft = config.training.sft
-    if sft.steps and sft.source:
+    if sft.uses_examples and sft.source:
         other_inputs = _source_inputs(sft.source, sft.options, config.seed)
         source |= {f"examples' {key.removeprefix('task.')}": value for key, value in other_inputs.items()}
     template = {"task.template": task.template, "task.chat": str(task.chat)}

@@ -75,6 +75,7 @@ CHARTS = (
     Chart(title="spread of advantages", names=("advantage_std",), hint="standard deviation over the batch"),
     Chart(title="dropped updates", names=("updates_dropped",), hint="gradients that were not finite"),
     Chart(title="loss", names=("loss",), hint="mean over minibatches"),
+    Chart(title="loss of examples", names=("sft_loss",), hint="cross-entropy per answer token"),
     Chart(title="gradient norm", names=("grad_norm",), hint="before clipping"),
     Chart(
         title="logprob mismatch", names=("mismatch_mean", "mismatch_max", "probe_drift"), hint="rollout against trainer"

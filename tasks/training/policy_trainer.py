@@ -154,7 +154,10 @@ class PolicyTrainer:
         rows: in a group, only those of the leading rank are used. Minibatches and token weights are made from rows; the
         model computes their sequences."""
         training = self.settings.training
-        all_rows, compares_pairs = self.rank_group.broadcast(rows), self.objective.loss.compares_pairs
+        sft, compares_pairs = training.sft, self.objective.loss.compares_pairs
+        # Each step has the next examples after those of the steps before the first training step.
+        examples = self._draw_examples(sft.steps + step) if sft.weight else ()
+        all_rows, examples = self.rank_group.broadcast((rows, examples))
         if compares_pairs:
             all_rows = select_pairs(all_rows)
         sequences = BranchSequences.of(all_rows)
@@ -167,13 +170,16 @@ class PolicyTrainer:
             minibatches(len(all_rows), training.minibatches, self._rng, rows_per_pair) for _ in range(training.epochs)
         ]
         updates = list(itertools.chain.from_iterable(epochs))
+        example_parts = [
+            part.tolist() for epoch in epochs if epoch for part in np.array_split(np.arange(len(examples)), len(epoch))
+        ]
         proximal_logprobs = self._logprobs_before_step(rows, single_update=len(updates) == 1)
         reference = self._reference_logprobs(rows)
-        sums, grad_norms = TokenSums(), list[float]()
+        sums, example_sums, grad_norms = TokenSums(), TokenSums(), list[float]()
         sample = self._measure_untrained(step, rows, proximal_logprobs, sums)
         first_pass_logprobs: dict[int, npt.NDArray[np.float32]] = {}
         losses = list[float]()
-        for indices in updates:
+        for indices, example_indices in zip(updates, example_parts, strict=True):
             weights = token_weights(
                 training.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_length
             )
@@ -188,6 +194,8 @@ class PolicyTrainer:
                 logprobs = self._accumulate(batch, rows, proximal_logprobs, reference, sums)
                 if len(updates) == 1:
                     first_pass_logprobs |= split_by_row(batch, rows, logprobs)
+            if sft.weight:
+                self._accumulate_examples(examples, example_indices, example_sums)
             grad_norm = self.rank_group.full_tensor(
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.grad_clip)
             )
@@ -200,6 +208,10 @@ class PolicyTrainer:
         metrics = sums.metrics(training.epochs, sample)
         if reference is None:
             del metrics["kl_reference"]
+        if sft.weight and updates:
+            (example_loss,) = self.rank_group.all_reduce([example_sums.loss])
+            metrics["sft_loss"] = example_loss / sft.weight / len(updates)
+            metrics["sft_tokens"] = float(sum(row.num_sampled for row in examples))
         return {
             "loss": (sums.loss + sum(losses)) / max(1, len(grad_norms)),
             "grad_norm": float(np.mean(grad_norms or [0.0])),
@@ -213,19 +225,31 @@ class PolicyTrainer:
     def fine_tune(self, step: int) -> dict[str, float]:
         """Run step `step` of supervised fine-tuning on its examples. After the last step AdamW's moments are reset,
         because they belong to another loss."""
-        config = self.settings.training.sft
-        rows: Sequence[Row] = ()
-        if self.rank_group.rank.leads:
-            if self._examples is None and self.settings.examples is not None:
-                self._examples = self.settings.examples.build()
-            assert self._examples is not None, "training.sft without examples"
-            rows = self._examples.rows(step)
+        rows = self._draw_examples(step)
         with self._training_with(trainer_settings.fine_tuning_config(self.settings.training)):
             metrics = self.step(step, rows)
-        if step + 1 == config.steps:
+        if step + 1 == self.settings.training.sft.steps:
             self._examples = None
             self.optimizer.state.clear()
         return metrics
+
+    def _draw_examples(self, step: int) -> Sequence[Row]:
+        """The examples of a step; empty on ranks other than the leading one. step: counts all steps with examples."""
+        if not self.rank_group.rank.leads:
+            return ()
+        if self._examples is None and self.settings.examples is not None:
+            self._examples = self.settings.examples.build()
+        assert self._examples is not None, "training.sft without examples"
+        return self._examples.rows(step)
+
+    def _accumulate_examples(self, examples: Sequence[Row], indices: Sequence[int], sums: TokenSums) -> None:
+        """Add the gradient of training.sft.weight x the mean cross-entropy of the chosen examples' answer tokens, on
+        all ranks together."""
+        training = self.settings.training
+        weights = token_weights("token_mean", [examples[i].num_sampled for i in indices], self.settings.max_length)
+        with self._training_with(trainer_settings.fine_tuning_config(training)):
+            for batch in self.logprob_model.microbatches(examples, indices, training.sft.weight * weights):
+                self._accumulate(batch, examples, {}, None, sums)
 
     @contextmanager
     def _training_with(self, training: trainer_settings.TrainingConfig) -> Iterator[None]:

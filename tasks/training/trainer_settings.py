@@ -36,17 +36,26 @@ class KlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning before the first training step. Version 0 is the model after it."""
+    """Supervised fine-tuning on examples: before the first training step, in each training step, or both."""
 
-    steps: int = knob(0, "optimizer updates on examples; 0: none, version 0 is model.path", low=0)
+    steps: int = knob(
+        0, "optimizer updates on examples before the first training step; 0: none, version 0 is model.path", low=0
+    )
+    weight: float = knob(
+        0.0, "weight of the examples' cross-entropy, which is added to the loss of each training step; 0: none", low=0
+    )
     examples_per_step: int = knob(
-        32, "examples of each, taken in their order, from the first one again at the end", low=1
+        32, "examples of each such update or step, taken in their order, from the first one again at the end", low=1
     )
     source: str = knob("", "where they come from, named as in task.source; empty: prompts and answers of task.source")
     options: dict[str, Any] = knob({}, "arguments of source, such as split")
     learning_rate: float = knob(
-        2e-5, "learning rate of AdamW, constant; its moments start anew after it", above=0, high=1
+        2e-5, "learning rate of `steps`, constant; AdamW's moments start anew after them", above=0, high=1
     )
+
+    @property
+    def uses_examples(self) -> bool:
+        return self.steps > 0 or self.weight > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +133,7 @@ def fine_tuning_config(training: TrainingConfig) -> TrainingConfig:
         loss=Sft(),
         aggregation="token_mean",
         kl=KlConfig(),
+        sft=SftConfig(),
         entropy_bonus=0.0,
         epochs=1,
         minibatches=1,

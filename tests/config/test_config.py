@@ -117,7 +117,12 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "training.kl.reference=runs/old",
             r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
         ),
-        ("training.sft.source=jsonl:mine.jsonl", "is not used while training.sft.steps = 0; set it above 0"),
+        ("training.sft.source=jsonl:mine.jsonl", "is not used while training.sft.steps and .*weight are 0; set one"),
+        ("training.sft.weight=-0.1", "training.sft.weight = -0.1 is out of range; it must be >= 0"),
+        (
+            "training={minibatches=4, sft={weight=0.1, examples_per_step=3}}",
+            r"examples_per_step = 3 is less than training\.minibatches = 4, over which .* are divided; raise it",
+        ),
         ("training={sft={steps=3}, kl={coefficient=0.1}}", "training.kl.reference is missing: .* another model"),
         ("training={loss='dpo', kl={coefficient=0.1}}", "has its own beta; set training.kl.coefficient"),
         ("training.kl={coefficient=1, place='advantage'}", '"k3" would only push .* down; set estimator = "k1"'),

@@ -109,7 +109,7 @@ def test_fingerprints_are_per_source(tmp_path: Path) -> None:
         (("ratio = 3", "ratio = 0"), "task.sources.a.ratio = 0.0 is out of range; it must be > 0, <= 1000000"),
         (("= 8", "= 80"), "task.sources.b.max_new_tokens = 80 is more than rollout.max_new_tokens = 32"),
         (('"a"', '"held-out"'), "task.sources.held-out: an evaluation set has this name; rename one"),
-        (("[rollout]", "[training.sft]\nsteps = 3\n[rollout]"), "training.sft.steps is not supported with several"),
+        (("[rollout]", "[training.sft]\nweight = 0.1\n[rollout]"), "training.sft is not supported with several"),
         (("[rollout]", "[evaluation.sets.c]\n[rollout]"), "evaluation.sets.c needs a source"),
         (("ratio = 3", 'template = "x"'), "task.sources.a.template must contain {prompt}"),
     ],

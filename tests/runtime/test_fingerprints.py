@@ -121,6 +121,17 @@ def test_packages_and_the_chat_template_are_part_of_the_fingerprint(
     assert len(module.reward["code"]) == source_fingerprints.DIGITS
 
 
+@pytest.mark.parametrize("use", ["steps=1", "weight=0.1"])
+def test_a_change_of_the_examples_is_reported(job: Path, sources: Path, use: str) -> None:
+    examples = sources / "examples.jsonl"
+    examples.write_text('{"prompt": "a", "answer": "1"}\n')
+    config = loading.load(job, (f"training.sft={{{use}, source='jsonl:{examples}'}}",))
+    source_fingerprints.write(sources, source_fingerprints.compute(config))
+    examples.write_text('{"prompt": "a", "answer": "2"}\n')
+    (line,) = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
+    assert line.startswith("data changed since the run began: examples' file was")
+
+
 def test_each_reward_part_and_its_weight_are_part_of_the_fingerprint(job: Path, sources: Path) -> None:
     source = f"task.source=jsonl:{sources}/rows.jsonl"
     parts = (source, f"reward.parts.mine.function={sources}/mine.py:score", "reward.parts.verifier={}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import doctest
 import json
@@ -521,6 +522,37 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
         return
     for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):
         plan = training.make_plan(result.run_dir, tmp_path / f"again-{same}", changes, "main", "", 1)
+        plan = dataclasses.replace(plan, exact=True)
+        assert training.train(plan, lambda event: None).same_steps == same
+
+
+@pytest.mark.slow  # a separate run
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_examples_in_its_steps_is_repeated_bit_for_bit_after_a_kill(
+    ranks: int, job: Path, tmp_path: Path
+) -> None:
+    """Its trainer is killed after a step, and its end is resumed."""
+    from tests.runtime.test_run import run_and_strike
+
+    examples = tmp_path / "examples.jsonl"
+    rows = [{"prompt": f"{i} + 1 =", "answer": f"{i}+1={i + 1};so{i + 1}."} for i in range(8)]
+    examples.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    overrides = (
+        f"training.sft={{weight=0.5, steps=1, examples_per_step=3, source='jsonl:{examples}'}}", "steps=4",
+        f"training.ranks={ranks}", "task.eval_prompts=0",
+    )  # fmt: skip
+    driver = asyncio.run(run_and_strike(job, overrides, "trainer", lambda pid: os.kill(pid, signal.SIGKILL)))
+    assert len(driver.report.losses) == 1
+    folder = job.parent / "runs" / "job"
+    resumed = staleflow("resume", folder, "--set", "steps=6")
+    assert resumed.returncode == 0, resumed.stderr
+    metrics = [record.metrics for record in VersionedStore.open(folder / "store").commits() if record.kind == "step"]
+    assert all(step["sft_loss"] > 0 and step["sft_tokens"] > 3 for step in metrics)
+    assert verify_run(folder, steps=6).repeated_steps == tuple(range(6))
+    if ranks > 1:
+        return
+    for weight, same in ((0.5, 6), (0, 0)):
+        plan = training.make_plan(folder, tmp_path / f"again-{weight}", (f"training.sft.weight={weight}",), "main", "")
         plan = dataclasses.replace(plan, exact=True)
         assert training.train(plan, lambda event: None).same_steps == same
 

@@ -33,7 +33,7 @@ from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
-from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import KlConfig, SftConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import run_ranks
 from tests.tasks.test_numerics import groups
@@ -230,6 +230,39 @@ def test_any_number_of_ranks_trains_alike_for_every_loss_and_aggregation(
         results = run_ranks(ranks, train, job)
         check_same(results[0], train(SINGLE_RANK, job))
         assert all(result.metrics == results[0].metrics for result in results)
+
+
+@dataclass(frozen=True)
+class RandomExamples:
+    """Settings that return three random examples for each step."""
+
+    def build(self) -> RandomExamples:
+        return self
+
+    def rows(self, step: int) -> Sequence[Row]:
+        return [replace(row, advantage=0.0) for row in ragged_rows(3, np.random.default_rng(step))]
+
+
+def gradient(rank: Rank, job: Training) -> Any:
+    """The gradient of the last update of a job's first step, all parameters one after another."""
+    torch.set_num_threads(1)
+    trainer = PolicyTrainer(job.settings, rank)
+    trainer.step(0, job.batches[0] if rank.leads else ())
+    parts = [trainer.rank_group.full_tensor(p.grad).flatten() for p in trainer.model.parameters()]
+    trainer.close()
+    return torch.cat(parts).numpy()
+
+
+def test_two_ranks_train_as_one_rank_with_examples(tiny_model: Path) -> None:
+    """One of two minibatches has one example, so one rank has none; the last step has one row and all examples."""
+    job = training(tiny_model, (7, 5, 1), "decoupled_ppo", "token_mean", sft=SftConfig(weight=0.5))
+    job = replace(job, settings=replace(job.settings, examples=RandomExamples()))
+    trained = train(SINGLE_RANK, job)
+    assert all(metrics["sft_loss"] > 1 for metrics in trained.metrics)
+    check_same(run_ranks(2, train, job)[0], trained)
+    expected = gradient(SINGLE_RANK, job)
+    difference = run_ranks(2, gradient, job)[0] - expected
+    assert np.linalg.norm(difference) < 1e-6 * np.linalg.norm(expected)
 
 
 def split_job(model: Path) -> tuple[Training, Training, Training]:

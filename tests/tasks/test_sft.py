@@ -1,9 +1,10 @@
-"""Supervised fine-tuning before RL: its examples and its effect on the policy."""
+"""Supervised fine-tuning before RL and in its steps: its examples and its effect on the policy."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.examples import Examples
 from staleflow.tasks.sources.prompts import TokenizedPrompts
-from staleflow.tasks.training.loss import DecoupledPpo
+from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Dpo
+from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.trainer_settings import SftConfig
+from tests.support.entries import entry
 from tests.tasks.chat_models import MODELS, chat_tokenizer
-from tests.tasks.test_env_tokens import flat_gradient
+from tests.tasks.test_env_tokens import MAX_LENGTH, flat_gradient, slow_gradient
+from tests.tasks.test_env_tokens import rows as agent_rows
 from tests.tasks.test_numerics import rows, trainer
 
 ANSWERS = ("7+8=15;so15.", "so3.", "1+1=2;2-1=1;so1.")
@@ -91,13 +95,17 @@ def test_examples_without_answers_are_rejected(tiny_model: Path, tmp_path: Path)
 
 
 class GivenExamples:
-    """Settings that return existing examples."""
+    """Settings that return existing examples, other ones for each step, which they record."""
+
+    def __init__(self) -> None:
+        self.steps = list[int]()
 
     def build(self) -> GivenExamples:
         return self
 
     def rows(self, step: int) -> Any:
-        return [replace(row, advantage=0.0) for row in rows(9 + step)]
+        self.steps.append(step)
+        return [replace(row, advantage=0.0, staleness=1) for row in rows(9 + step)]
 
 
 def fine_tuned_trainer(tiny_model: Path, steps: int, **changes: Any) -> Any:
@@ -105,18 +113,22 @@ def fine_tuned_trainer(tiny_model: Path, steps: int, **changes: Any) -> Any:
     return trainer(tiny_model, examples=GivenExamples(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
 
 
+def cross_entropy(model: Any, examples: Sequence[Row]) -> torch.Tensor:
+    """Mean over all answer tokens, each example in a forward pass of its own."""
+    losses = list[torch.Tensor]()
+    for row in examples:
+        ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(row.prompt) :], reduction="none"))
+    return torch.cat(losses).mean()
+
+
 def test_sft_loss_is_the_cross_entropy_over_all_tokens_of_a_step(tiny_model: Path) -> None:
     """For any RL loss and any division into micro-batches."""
     policy_trainer = fine_tuned_trainer(tiny_model, 5, microbatch_tokens=30, minibatches=3, epochs=2, entropy_bonus=0.1)
     model = trainer(tiny_model).model
     metrics = policy_trainer.fine_tune(0)
-    losses, count = [], 0
-    for row in GivenExamples().rows(0):
-        ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
-        logits = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1]
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[len(row.prompt) :], reduction="sum"))
-        count += len(row.response)
-    loss = sum(losses) / count
+    loss = cross_entropy(model, GivenExamples().rows(0))
     loss.backward()
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
     assert metrics["learning_rate"] == 2e-3
@@ -134,3 +146,74 @@ def test_rl_after_sft_starts_with_its_settings_and_a_new_optimizer(tiny_model: P
         assert metrics["learning_rate"] == 1e-3
         assert metrics["tokens_trained"] == sum(row.num_sampled for row in rows(5))
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), again.model.parameters(), strict=True))
+
+
+# -- mixed into RL ---------------------------------------------------------------------------------------------------
+
+
+def mixed_trainer(tiny_model: Path, weight: float = 0.3, steps: int = 0, **changes: Any) -> Any:
+    sft = SftConfig(weight=weight, steps=steps)
+    return trainer(tiny_model, examples=GivenExamples(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+@pytest.mark.parametrize(("name", "aggregation"), [("decoupled_ppo", "token_mean"), ("ppo_clip", "sequence_mean")])
+def test_gradient_of_a_mixed_step_is_that_of_both_losses(
+    name: str, aggregation: str, budget: int, tiny_model: Path
+) -> None:
+    """The reference computes the RL loss in one pass per token."""
+    loss = entry(LOSSES, name)
+    changes: dict[str, Any] = {"loss": loss, "aggregation": aggregation, "microbatch_tokens": budget}
+    changes["max_length"] = MAX_LENGTH
+    policy_trainer = mixed_trainer(tiny_model, **changes)
+    metrics = policy_trainer.step(4, agent_rows())
+    model = trainer(tiny_model).model
+    expected_gradient = slow_gradient(model, agent_rows(), loss, aggregation)
+    model.zero_grad()
+    expected_loss = cross_entropy(model, GivenExamples().rows(4))
+    expected_loss.backward()
+    expected_gradient += 0.3 * flat_gradient(model)
+    difference = flat_gradient(policy_trainer.model) - expected_gradient
+    assert difference.norm() < 1e-6 * expected_gradient.norm()
+    assert metrics["sft_loss"] == pytest.approx(expected_loss.item(), rel=1e-6)
+    assert metrics["sft_tokens"] == sum(len(row.response) for row in GivenExamples().rows(4))
+    others = trainer(tiny_model, **changes).step(4, agent_rows())
+    assert {k: v for k, v in metrics.items() if k in others and k != "grad_norm"} == {
+        k: v for k, v in others.items() if k != "grad_norm"
+    }, "metrics of the batch are without the examples"
+
+
+def test_minibatches_divide_the_examples_of_a_step(tiny_model: Path) -> None:
+    """In each epoch, in their order; each update averages over the tokens of its own."""
+    policy_trainer = mixed_trainer(tiny_model, learning_rate=1e-12, minibatches=2, epochs=2)
+    metrics = policy_trainer.step(0, [replace(row, advantage=0.0) for row in rows(6)])
+    examples, model = GivenExamples().rows(0), trainer(tiny_model).model
+    losses = [cross_entropy(model, part) for part in (examples[:5], examples[5:])]
+    assert metrics["sft_loss"] == pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-6)
+    losses[1].backward()
+    difference = flat_gradient(policy_trainer.model) - 0.3 * flat_gradient(model)
+    assert difference.norm() < 1e-6 * 0.3 * flat_gradient(model).norm(), "the gradient of the last update"
+
+
+def test_mixed_steps_draw_the_examples_after_those_before_rl_also_after_a_resume(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    first = mixed_trainer(tiny_model, steps=2)
+    for step in range(2):
+        first.fine_tune(step)
+    first.step(0, rows(5))
+    first.save_state(tmp_path / "point")
+    first.step(1, rows(6))
+    assert first.settings.examples.steps == [0, 1, 2, 3]
+    second = mixed_trainer(tiny_model, steps=2)
+    second.load_state(tmp_path / "point")
+    second.step(1, rows(6))
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_a_step_without_pairs_has_no_update(tiny_model: Path) -> None:
+    policy_trainer = mixed_trainer(tiny_model, loss=Dpo())
+    metrics = policy_trainer.step(0, [replace(row, advantage=1.0) for row in rows(3)])
+    assert (metrics["grad_norm"], "sft_loss" in metrics) == (0.0, False)
+    weights = (policy_trainer.model.parameters(), trainer(tiny_model).model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
