@@ -178,11 +178,8 @@ def test_of_two_parallel_runs_one_has_a_local_routing_rule_and_a_failing_tracker
 
 
 def test_an_existing_run_name_is_rejected_at_once(tmp_path: Path) -> None:
-    handle = staleflow.start(emulated(tmp_path, steps=100))
-    first = handle.run_dir
-    handle.stop()
-    handle.wait()
-    (first / "events.jsonl").write_text("something\n")
+    (tmp_path / "runs" / "emulated").mkdir(parents=True)
+    (tmp_path / "runs" / "emulated" / "events.jsonl").write_text("something\n")
     with pytest.raises(ConfigError, match="already has a run"):
         staleflow.start(emulated(tmp_path))
 
@@ -355,11 +352,11 @@ def test_repr_of_a_result_is_one_line() -> None:
     )
 
 
-def test_a_pandas_table_is_written_as_rows(job: Path) -> None:
+def test_a_pandas_table_is_written_as_rows(job: Path, client: Client) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "hint": [1.5, float("nan")]})
     job_of_table = staleflow.load_job(job, {"task.eval_prompts": 0})
-    handle = staleflow.start(job_of_table, rows=table, reward=reward)
+    handle = staleflow.start(job_of_table, rows=table, reward=reward, client=client)
     handle.stop()
     handle.wait()
     written = handle.job.task.source.removeprefix("jsonl:")

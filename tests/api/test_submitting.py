@@ -93,27 +93,3 @@ async def test_call_runs_a_coroutine_inside_a_running_loop() -> None:
         return 1
 
     assert submitting.run_coroutine(one()) == 1
-
-
-def test_abandoning_an_iterator_ends_the_asynchronous_one() -> None:
-    ended: list[str] = []
-
-    async def numbers() -> Any:
-        try:
-            for number in range(1_000_000):
-                yield number
-                await asyncio.sleep(0)
-        finally:
-            ended.append("ended")
-
-    for number in submitting.iterate_async(numbers()):
-        if number == 3:
-            break
-    assert ended == ["ended"]
-
-    async def broken() -> Any:
-        yield 1
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        list(submitting.iterate_async(broken()))

@@ -58,3 +58,12 @@ def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
         assert item == 1
         break
     assert ended.wait(10.0)
+
+
+def test_an_error_of_an_asynchronous_iterator_is_raised() -> None:
+    async def broken() -> AsyncIterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(iterate_async(broken()))

@@ -19,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cli.malformed_inputs import (
     ROW,
     ROWS,
     Case,
+    Prepare,
     flip_bits,
     furnish,
     make_empty_folder,
@@ -72,7 +74,6 @@ JOB_FILES = (
 )  # fmt: skip
 
 VALUES = (
-    _set("an unknown key", "staleness.etta=1", "unknown key staleness.etta", "did you mean staleness.eta?"),
     _set("an unknown table", "rolout.instances=2", "unknown key rolout", "did you mean rollout?"),
     _set("an override of no table", "steps.x=1", "steps is a value, not a table"),
     _set("a name of two lines", 'name="a\\nb"', "name = 'a\\nb'", "plain folder name"),
@@ -97,14 +98,16 @@ VALUES = (
     _set("no memory folder", "cluster.shared_memory=/nowhere/at/all", "cluster.shared_memory", "no such folder"),
     _set("a memory folder that is a file", "cluster.shared_memory=data.jsonl", "cluster.shared_memory", "folder"),
     _set("a memory folder that is read-only", "cluster.shared_memory=/proc", "cluster.shared_memory", "written"),
-    _set("a rule of no file", "rollout.routing=none.py:Rule", "rollout.routing = ", "no such file"),
     _set("an engine that is not installed", "rollout.engine.name=vllm", "vllm", "not installed", "staleflow[vllm]"),
     _set("a device that is not there", "model.device=cuda", "model.device", "cuda", '"cpu"'),
     _set("a response as long as the context", "rollout.max_new_tokens=128", "leaves no room for a prompt"),
-    _set("no profile", "profile=none.json", "profile = 'none.json': cannot be read", "staleflow profile"),
-    _set("a profile of something else", "profile=model/config.json", "profile = 'model/config.json': not a profile"),
+    Case(
+        name="job: a response as long as the context, emulated",
+        says=("leaves no room for a prompt",),
+        command="run job.toml --set rollout.engine.name=emulated --set workload.prompts=task "
+        "--set rollout.max_new_tokens=128",
+    ),
     _set("a tracker of no file", "tracking.tracker=none.py:T", "tracking.tracker = ", "no such file"),
-    _set("an advantage of no file", "training.advantage=none.py:f", "no such file"),
 )
 
 DATA = (
@@ -126,6 +129,8 @@ DATA = (
     Case(name="data: a prompt that is too long", command="run job.toml --set steps=50",
          says=("data.jsonl, line 7", "tokens", "rollout.max_new_tokens = 16", "task.skip_long"),
          prepare=(rewrite("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
+    Case(name="data: a prompt that is too long for the cache", says=("rollout.engine.kv_tokens of 64 less",),
+         command=f"run job.toml --set rollout.engine.kv_tokens=64 --set 'task.template={'1 ' * 60}{{prompt}}'"),
     Case(name="data: a first prompt without tokens", command="run job.toml", says=("line 1", "prompt is empty"),
          prepare=(write_text("data.jsonl", ROW.replace("1 + 2 =", "") + ROWS),)),
     _set("data: no parquet file", "task.source=parquet:none.parquet", "task.source = ", "no such file"),
@@ -316,6 +321,8 @@ STORES = (
          says=("steps", "cannot be changed offline")),
     Case(name="offline: nothing selected", command="train-offline runs/finished --where 'reward > 5'",
          says=("reward > 5", "no trajectory that was trained on matches")),
+    Case(name="offline: an existing folder", command="train-offline runs/finished --out model",
+         says=("already exists",)),
     Case(name="offline: nowhere", command="train-offline runs/finished --out /proc/none/x",
          says=("/proc/none", "--out")),
 )  # fmt: skip
@@ -350,6 +357,9 @@ RESUMES = (
          prepare=(remove("model"),)),
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
          says=("no complete resume point",), prepare=(remove("runs/finished/resume"),)),
+    Case(name="resume: a run without resume points", command="resume runs/finished --set steps=9",
+         says=("3 steps are stored but there is no complete resume point; training.resume_every was 0",),
+         prepare=(remove("runs/finished/resume"), replace_text(CONFIG, "\nresume_every = 1", "\nresume_every = 0"))),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
          says=("runs/finished: already has a run", "set another name=", "`staleflow resume ")),
     Case(name="submit: a name of digits", says=("'question'", "task.columns.prompt"),
@@ -418,10 +428,13 @@ COMMANDS = (
 NOWHERE = "--scheduler tcp://127.0.0.1:9"
 ADDRESSES = (
     *(
-        Case(name=f"address: nothing there: {words}", command=f"{words} {NOWHERE}", says=("127.0.0.1:9",), alone=True)
+        Case(name=f"address: nothing there: {words}", command=f"{words} {NOWHERE}",
+             says=("no scheduler at tcp://127.0.0.1:9: ",), alone=words not in ("jobs", "submit job.toml"))
         for words in ("jobs", "status x", "logs x", "cancel x", "retire x y", "submit job.toml")
     ),
-    Case(name="address: none", command="jobs", says=("--scheduler",)),
+    Case(name="address: none", command="jobs", says=("no cluster given", "--scheduler")),
+    Case(name="address: one TLS file", command="jobs --scheduler tls://127.0.0.1:9 --tls-cert x",
+         says=("with TLS all three",)),
     Case(name="address: no port", command="jobs --scheduler somewhere", says=("somewhere",), alone=True),
     Case(name="address: an unknown protocol", command="jobs --scheduler ftp://x:1", says=("ftp",), alone=True),
     Case(name="address: a port out of range", command="jobs --scheduler tcp://127.0.0.1:99999", says=("99999",),
@@ -429,13 +442,13 @@ ADDRESSES = (
     Case(name="address: TLS without files", command="jobs --scheduler tls://127.0.0.1:9", says=("--tls-ca-file",)),
     Case(name="address: TLS files that are not there", says=("none.pem",),
          command="jobs --scheduler tls://127.0.0.1:9 --tls-ca-file none.pem --tls-cert none.pem --tls-key none.pem"),
-    Case(name="address: no scheduler file", command="jobs --scheduler-file none.json", says=("none.json",),
-         alone=True),
+    Case(name="address: no scheduler file", command="jobs --scheduler-file none.json",
+         says=("none.json", "No such file")),
     Case(name="address: a garbage scheduler file", command="jobs --scheduler-file data.jsonl", says=("data.jsonl",),
          alone=True),
     Case(name="address: a garbage scheduler file, another cluster configured", says=("data.jsonl",), alone=True,
          command="jobs --scheduler-file data.jsonl", environment={"DASK_SCHEDULER_ADDRESS": "tcp://127.0.0.1:9"}),
-    Case(name="address: a job's, nothing there", says=("127.0.0.1:9",), alone=True,
+    Case(name="address: a job's, nothing there", says=("no scheduler at tcp://127.0.0.1:9",),
          command="run job.toml --set cluster.kind=address --set cluster.address=tcp://127.0.0.1:9"),
     Case(name="address: of offline work", command=f"store export runs/finished --to jsonl {NOWHERE}",
          says=("127.0.0.1:9",), alone=True),
@@ -492,11 +505,11 @@ def furnish_folder(folder: Path) -> Path:
     return folder / "furnished"
 
 
-def prepare(case: Case, folder: Path, start: Path) -> None:
-    """Copy the folder `start` and prepare the copy for a case."""
+def prepare(steps: Sequence[Prepare], folder: Path, start: Path) -> None:
+    """Copy the folder `start` and change the copy."""
     shutil.copytree(start, folder)
     replace_run_folder(folder, start)
-    for step in case.prepare:
+    for step in steps:
         step(folder)
 
 
@@ -532,7 +545,7 @@ def main(words: list[str]) -> int:
         start = furnish_folder(Path(made))
         for number, case in enumerate(chosen, 1):
             folder = Path(made) / str(number)
-            prepare(case, folder, start)
+            prepare(case.prepare, folder, start)
             code, out, err, elapsed_s = run_alone(case, folder)
             shutil.rmtree(folder)
             result = output_faults(case, code, out, err, elapsed_s)

@@ -26,10 +26,23 @@ def start_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, fin
     return folder
 
 
+@pytest.fixture(scope="session")
+def unprepared_folder(start_folder: Path) -> Path:
+    """The folder of all cases that change no file before their command."""
+    folder = start_folder.with_name("unprepared")
+    malformed.prepare((), folder, start_folder)
+    return folder
+
+
+@pytest.mark.usefixtures("short_connect")
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
-def test_malformed_input_gives_a_one_line_error(case: Case, start_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "here"
-    malformed.prepare(case, folder, start_folder)
+def test_malformed_input_gives_a_one_line_error(
+    case: Case, start_folder: Path, unprepared_folder: Path, tmp_path: Path
+) -> None:
+    folder = unprepared_folder
+    if case.prepare:
+        folder = tmp_path / "here"
+        malformed.prepare(case.prepare, folder, start_folder)
     with contextlib.chdir(folder):
         answer = command(*shlex.split(case.command))
     assert malformed.output_faults(case, answer.returncode, answer.stdout, answer.stderr) == []

@@ -31,6 +31,14 @@ def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
     return queue
 
 
+def queue_of_roles(**workers: str) -> JobQueue:
+    """Return a queue of workers that declare roles."""
+    queue = JobQueue()
+    for address, roles in workers.items():
+        queue.add_worker(address, dict.fromkeys(roles.split(), 1.0))
+    return queue
+
+
 def admit(queue: JobQueue, now: float = 0.0) -> list[str]:
     return list(queue.admit_ready(now)[0])
 
@@ -139,12 +147,25 @@ def restart(queue: JobQueue, workers: str) -> None:
         queue.add_worker(address.upper(), {})
 
 
-def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
-    queue = make_queue("abcd", ("first", 3))
+def queue_with_reserved_engine(*jobs: tuple[str, int], workers: str = "abc") -> tuple[JobQueue, str]:
+    """Return a queue whose first job has lost its driver, and the worker that is reserved with its engine."""
+    queue = make_queue(workers, ("first", 3), *jobs)
     assert admit(queue) == ["first"]
-    queue.add_job("second", "/runs/second", needs_workers(3), 0.0, 0.5)
     engine = drop_driver(queue)
     queue.reserve_or_restart(engine, 1.0)
+    return queue, engine
+
+
+def queue_with_reused_engine(*jobs: tuple[str, int]) -> tuple[JobQueue, str]:
+    """Return a queue whose first job continues on its reserved engine and two restarted workers."""
+    queue, engine = queue_with_reserved_engine(*jobs)
+    restart(queue, "abc".replace(engine, ""))
+    assert admit(queue, 3.0) == ["first"]
+    return queue, engine
+
+
+def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() -> None:
+    queue, engine = queue_with_reserved_engine(("second", 3), workers="abcd")
     assert queue.take_pending_restarts() == []
     assert engine not in queue.free_workers
     assert engine in queue.unavailable_workers("second")
@@ -158,10 +179,7 @@ def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() ->
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
 def test_a_reserved_worker_whose_job_ends_is_restarted_first(end: str) -> None:
-    queue = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
+    queue, engine = queue_with_reserved_engine(("second", 3))
     if end == "cancelled":
         queue.remove_job("first")
     assert admit(queue, 1.0 + (RESTART_LIMIT_S + 1 if end == "waited too long" else 0)) == []
@@ -185,12 +203,7 @@ def test_only_an_engine_alone_is_reserved_and_only_for_a_waiting_job() -> None:
 
 
 def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> None:
-    queue = make_queue("abc", ("first", 3), ("second", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
-    restart(queue, "abc".replace(engine, ""))
-    assert admit(queue, 3.0) == ["first"]
+    queue, engine = queue_with_reused_engine(("second", 3))
     queue.requeue("first", 4.0)  # the driver's worker has left before it began
     assert queue.take_pending_restarts() == [engine]
     assert engine not in queue.free_workers
@@ -203,12 +216,7 @@ def test_a_reserved_worker_whose_engine_was_not_reused_is_restarted_first() -> N
 
 
 def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> None:
-    queue = make_queue("abc", ("first", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
-    restart(queue, "abc".replace(engine, ""))
-    assert admit(queue, 3.0) == ["first"]
+    queue, engine = queue_with_reused_engine()
     queue.remove_worker(next(a for a, roles in queue.workers_of("first").items() if "trainer" in roles), 4.0)
     queue.add_worker("new", {})
     assert queue.replace_lost_workers("first", 4.0, find_driver_worker(queue.workers_of("first")))
@@ -217,10 +225,8 @@ def test_a_replacement_of_the_trainer_is_not_placed_on_a_reserved_engine() -> No
 
 
 def test_a_reserved_worker_that_another_role_needs_is_restarted() -> None:
-    queue = JobQueue()
+    queue = queue_of_roles(a="server reward", b="rollout trainer", c="rollout trainer")
     both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
-    for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
-        queue.add_worker(address, resources)
     queue.add_job("first", "/runs/first", needs_workers(3), 0.0, 0.0)
     assert admit(queue) == ["first"]
     engine = drop_driver(queue)
@@ -254,10 +260,7 @@ def test_a_reserved_worker_that_the_job_does_not_get_is_restarted_first() -> Non
 
 
 def test_a_worker_that_left_is_neither_reserved_nor_restarted() -> None:
-    queue = make_queue("abc", ("first", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
+    queue, engine = queue_with_reserved_engine()
     other = next(address for address in "abc" if address != engine)
     queue.reserve_or_restart(other, 1.0)
     for address in (engine, other):
@@ -267,12 +270,7 @@ def test_a_worker_that_left_is_neither_reserved_nor_restarted() -> None:
 
 
 def test_a_worker_keeps_its_engine_when_another_worker_is_replaced() -> None:
-    queue = make_queue("abc", ("first", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
-    restart(queue, "abc".replace(engine, ""))
-    assert admit(queue, 3.0) == ["first"]
+    queue, engine = queue_with_reused_engine()
     lost = next(address for address in queue.workers_of("first") if address != engine)
     queue.remove_worker(lost, 4.0)
     queue.add_worker("new", {})
@@ -283,12 +281,7 @@ def test_a_worker_keeps_its_engine_when_another_worker_is_replaced() -> None:
 
 @pytest.mark.parametrize("end", ["it was restarted at its address", "its job has ended"])
 def test_a_reserved_engine_that_is_gone_is_forgotten(end: str) -> None:
-    queue = make_queue("abc", ("first", 3))
-    assert admit(queue) == ["first"]
-    engine = drop_driver(queue)
-    queue.reserve_or_restart(engine, 1.0)
-    restart(queue, "abc".replace(engine, ""))
-    assert admit(queue, 3.0) == ["first"]
+    queue, engine = queue_with_reused_engine()
     if end == "its job has ended":
         queue.remove_job("first")
         queue.add_job("first", "/runs/first", needs_workers(3), 0.0, 4.0)
@@ -341,10 +334,7 @@ def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
 
 
 def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
-    queue = JobQueue()
-    declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
-    for address, roles in declared.items():
-        queue.add_worker(address, dict.fromkeys(roles, 1.0))
+    queue = queue_of_roles(t="trainer", r="rollout", s="server reward", x="reward")
     queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admit(queue) == ["first"]
     assert queue.workers_of("first")["x"] == ("reward",)
@@ -356,14 +346,6 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     assert queue.claim_worker("first", "s", "reward")
     assert admit(queue, 1.0) == ["second"], "the first one waits for none any more"
     assert queue.replace_lost_workers("first", 1.0)
-
-
-def queue_of_roles(**workers: str) -> JobQueue:
-    """Return a queue of workers that declare roles."""
-    queue = JobQueue()
-    for address, roles in workers.items():
-        queue.add_worker(address, dict.fromkeys(roles.split(), 1.0))
-    return queue
 
 
 def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
@@ -425,9 +407,7 @@ def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
 
 
 def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
-    queue = JobQueue()
-    for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
-        queue.add_worker(address, dict.fromkeys(roles, 1.0))
+    queue = queue_of_roles(t="trainer", r="rollout", s="server reward rollout")
     queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
     (gang,) = queue.admit_ready(0.0)[0].values()
     assert find_driver_worker(gang) == "s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,11 @@ def test_each_mistake_gives_a_one_line_error(user_file: Path, override: str, mes
 
 
 def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -> None:
-    for text, message in (("a = = 1", "invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")):
+    for text, message in (
+        ("a = = 1", "invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(0)\n", "cannot be loaded: SystemExit: 0"),
+    ):
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:
             user_files.check(job(f"rollout.routing={tmp_path}/bad.py:Rule"))
@@ -211,6 +216,7 @@ def test_an_unfitting_instance_is_refused_with_a_reason(user_file: Path, name: s
     ("name", "message"),
     [
         ("Text", "choose returned 'the first'; it must return an instance's index or None"),
+        ("Odd", "choose returned .*; it must return an instance's index or None"),
         ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
         ("Meddles", "choose raised ValueError: assignment destination is read-only"),
         ("Leaves", "choose raised SystemExit: 0"),
@@ -219,24 +225,13 @@ def test_an_unfitting_instance_is_refused_with_a_reason(user_file: Path, name: s
 def test_an_error_of_a_rule_names_the_rule(user_file: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         coordinator_commands(job(f"rollout.routing={user_file}:{name}"))
-    assert str(caught.value) == f"rollout.routing = '{user_file}:{name}': {message}"
-
-
-def test_an_invalid_return_value_of_a_rule_names_the_rule(user_file: Path) -> None:
-    with pytest.raises(ConfigError, match="it must return an instance's index or None"):
-        coordinator_commands(job(f"rollout.routing={user_file}:Odd"))
+    assert re.fullmatch(re.escape(f"rollout.routing = '{user_file}:{name}': ") + message, str(caught.value))
 
 
 def test_explain_waiting_names_a_rule_that_declines(user_file: Path) -> None:
     coordinator, commands = coordinator_commands(job(f"rollout.routing={user_file}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
     assert "waits: declined by the routing rule" in coordinator.explain_waiting()
-
-
-def test_a_file_that_ends_the_process_gives_a_one_line_error(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ConfigError, match="cannot be loaded: SystemExit: 0"):
-        user_files.check(job(f"rollout.routing={tmp_path}/ends.py:Router"))
 
 
 def test_a_rule_that_returns_valid_rows_is_followed(user_file: Path) -> None:

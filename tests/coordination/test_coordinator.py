@@ -529,11 +529,17 @@ def test_a_violation_includes_the_story_of_the_trajectory() -> None:
         bench.publish(2)
 
 
-def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
+def crowded_bench(prompt: int = 10, kv: int = 10_000) -> Bench:
+    """Return a bench with 150 trajectories on instance a; instance b has joined later and is empty."""
     bench = Bench(eta=0, groups=150, migration="largest_gain")
     bench.join(A, max_running=200)
-    bench.arrive(*range(150))
-    bench.join(B, max_running=200)
+    bench.arrive(*range(150), prompt=prompt)
+    bench.join(B, max_running=200, kv=kv)
+    return bench
+
+
+def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
+    bench = crowded_bench()
     interrupts = commands_of(bench.tell(Tick()), Interrupt)
     assert 0 < len(interrupts) < 150
     assert {i.instance for i in interrupts} == {A}
@@ -549,18 +555,12 @@ def test_trajectories_move_from_a_crowded_to_an_empty_instance() -> None:
 @pytest.mark.parametrize(("kv", "num_moved"), [(19, 0), (20, 1), (79, 3)])
 def test_only_as_many_trajectories_move_as_fit_by_context(kv: int, num_moved: int) -> None:
     """More would be interrupted without being able to continue."""
-    bench = Bench(eta=0, groups=150, migration="largest_gain")
-    bench.join(A, max_running=200)
-    bench.arrive(*range(150), prompt=20)
-    bench.join(B, max_running=200, kv=kv)
+    bench = crowded_bench(prompt=20, kv=kv)
     assert len(commands_of(bench.tell(Tick()), Interrupt)) == num_moved
 
 
 def test_a_moved_trajectory_does_not_move_again_under_the_same_version() -> None:
-    bench = Bench(eta=0, groups=150, migration="largest_gain")
-    bench.join(A, max_running=200)
-    bench.arrive(*range(150))
-    bench.join(B, max_running=200)
+    bench = crowded_bench()
     moved = sorted(i.trajectory for i in commands_of(bench.tell(Tick()), Interrupt))
     for t in moved:
         bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3))
@@ -585,19 +585,16 @@ def test_an_eighth_of_the_instances_is_relieved_per_tick_slowest_first() -> None
 
 
 def test_a_move_to_an_instance_that_filled_up_ends_elsewhere() -> None:
-    bench = Bench(eta=0, groups=150, migration="largest_gain")
-    bench.join(A, max_running=200)
-    bench.arrive(*range(150))
-    bench.join(B, max_running=200)
+    bench = crowded_bench()
     moved = commands_of(bench.tell(Tick()), Interrupt)[0].trajectory
     bench.tell(InstanceLost(instance=B, why="gone"))
     (route,) = commands_of(bench.tell(TrajectoryInterrupted(trajectory=moved, route_number=1, tokens=3)), Route)
     assert route.instance == A
 
 
-@pytest.mark.parametrize("instance_lost", [False, True])
-def test_a_failed_straggler_is_truncated_in_its_next_attempt(instance_lost: bool) -> None:
-    bench = Bench(eta=0, groups=2, stragglers="truncate", max_attempts=3)
+def bench_with_straggler(**changes: Any) -> Bench:
+    """Return a bench whose step 1 waits for trajectory 3 only, on one of two instances."""
+    bench = Bench(eta=0, groups=2, stragglers="truncate", **changes)
     bench.join(A)
     bench.arrive(0, 1)
     bench.finish(0, 1)
@@ -606,6 +603,12 @@ def test_a_failed_straggler_is_truncated_in_its_next_attempt(instance_lost: bool
     bench.join(B, version=1)
     bench.arrive(2, 3)
     bench.finish(2)
+    return bench
+
+
+@pytest.mark.parametrize("instance_lost", [False, True])
+def test_a_failed_straggler_is_truncated_in_its_next_attempt(instance_lost: bool) -> None:
+    bench = bench_with_straggler(max_attempts=3)
     for attempt in (1, 2):
         place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
         bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
@@ -635,15 +638,7 @@ def test_a_step_does_not_wait_for_an_aborted_group_at_its_deadline() -> None:
 @pytest.mark.parametrize(("tokens", "moved_at_version"), [(1, -1), (0, -1), (1, 1)])
 def test_the_last_trajectory_of_a_stuck_step_is_truncated_once(tokens: int, moved_at_version: int) -> None:
     """Also one that has moved at this version, which does not end before the step is trained."""
-    bench = Bench(eta=0, groups=2, stragglers="truncate")
-    bench.join(A)
-    bench.arrive(0, 1)
-    bench.finish(0, 1)
-    bench.publish(1)
-    bench.join(B, version=1)
-    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
-    bench.arrive(2, 3)
-    bench.finish(2)
+    bench = bench_with_straggler()
     place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
     bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
     bench.coordinator._state.live_trajectories[TrajectoryId(3)].moved_at_version = PolicyVersion(moved_at_version)

@@ -4,7 +4,6 @@ the store. docs/gpu.md lists the results."""
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
@@ -71,7 +70,7 @@ def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
     gpu_job: Path, victim: str, layout: str
 ) -> None:
     overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
-    driver = asyncio.run(run_and_strike(gpu_job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = run_and_strike(gpu_job, overrides, victim, signal.SIGKILL)
     assert any(f"{victim} is gone" in loss for loss in driver.report.losses)
     store = check(gpu_job.parent / "runs" / "job", 6)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP

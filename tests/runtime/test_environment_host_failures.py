@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import signal
 from pathlib import Path
@@ -55,22 +53,11 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
 ) -> None:
     (job.parent / "game.py").write_text(GAME.format(repeatable=repeatable))
     job.write_text(re.sub("options = .*", "", job.read_text()))
-    struck: list[int] = []
-
-    def strike(pid: int) -> None:
-        struck.append(pid)
-        os.kill(pid, blow)
-
     overrides = (
         f"task.source={job.parent}/game.py:Echo", "task.multi_turn=yes", "task.eval_prompts=0", "steps=6",
         "rollout.turn_tokens=3", "deadlines.call_s=6",
     )  # fmt: skip
-    try:
-        driver = asyncio.run(run_and_strike(job, overrides, "environment-0", strike))
-    finally:
-        for pid in struck:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
+    driver = run_and_strike(job, overrides, "environment-0", blow)
     assert "environment-0" in driver.report.losses[0]
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert audit(store).findings == ()

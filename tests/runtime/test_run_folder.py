@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,7 @@ from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
-from tests.jobs.test_resume import start, until_step
-from tests.runtime.test_run import check, staleflow
+from tests.jobs.test_resume import contents
 
 JOB = """
 name = "job"
@@ -76,11 +74,6 @@ def light_job(tmp_path: Path) -> Path:
     return path
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder by its relative path."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def started_run(light: Path, *overrides: str) -> RunConfig:
     """Return a run with a store and without steps."""
     config = loading.load(light, overrides)
@@ -113,30 +106,6 @@ def test_a_second_run_of_a_name_is_rejected_before_it_writes(light_job: Path, st
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .* another name=... for a new run$"):
             asyncio.run(execute(second, RunListener()))
         assert contents(folder) == before
-
-
-def test_one_of_two_processes_runs_a_name_and_a_copy_resumes_without_the_original(job: Path, tmp_path: Path) -> None:
-    """The second process asks for another bound; the first one is killed and resumed and keeps its bound."""
-    folder = tmp_path / "runs" / "job"
-    with start(job, "steps=400") as process:
-        until_step(process, 2)
-        written = (folder / "config.toml").read_bytes()
-        second = command("run", job, "--set", "staleness.eta=4")
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert second.returncode == 2
-    assert f"in use by process {process.pid}" in second.stderr
-    assert (folder / "config.toml").read_bytes() == written
-
-    trained = sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits())
-    copy = tmp_path / "elsewhere" / "copy"
-    shutil.copytree(folder, copy)
-    before = contents(folder)
-    resumed = staleflow("resume", copy, "--set", f"steps={trained + 2}")
-    assert resumed.returncode == 0, resumed.stderr
-    assert contents(folder) == before
-    assert check(copy, trained + 2).header.eta == 1
-    assert "the same commands" in command("replay", copy).stdout
 
 
 def test_one_of_many_concurrent_creators_gets_the_folder(light_job: Path) -> None:

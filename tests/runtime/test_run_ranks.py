@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -21,7 +19,7 @@ RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instance
 
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """Sharded resume points are loaded by one process."""
-    driver = asyncio.run(run_and_strike(job, RANKS, "trainer-1", lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = run_and_strike(job, RANKS, "trainer-1", signal.SIGKILL)
     (loss,) = driver.report.losses
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
@@ -41,7 +39,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
 @pytest.mark.slow  # by default test_start_failures.py and test_workers.py lose actors while they start
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
-    driver = asyncio.run(run_and_strike(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
+    driver = run_and_strike(job, RANKS, victim, signal.SIGKILL, at_start=True)
     assert len(driver.report.losses) == 1
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
@@ -51,18 +49,7 @@ def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
 def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Signals) -> None:
-    struck: list[int] = []
-
-    def strike(pid: int) -> None:
-        struck.append(pid)
-        os.kill(pid, blow)
-
-    try:
-        driver = asyncio.run(run_and_strike(job, (*RANKS, "deadlines.silent_s=20"), victim, strike))
-    finally:
-        for pid in struck:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
+    driver = run_and_strike(job, (*RANKS, "deadlines.silent_s=20"), victim, blow)
     assert len(driver.report.losses) == 1
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import shutil
@@ -91,7 +90,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
         "rollout.instances=2",
         f"cluster.shared_memory={memory_folder}",
     )
-    driver = asyncio.run(run_and_strike(job, overrides, "rollout-0", strike))
+    driver = run_and_strike(job, overrides, "rollout-0", strike)
     assert driver.report.losses
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16

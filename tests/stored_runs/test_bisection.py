@@ -125,10 +125,9 @@ def labels(result: SearchResult) -> list[str]:
     return [trial.change.label for trial in result.trials if trial.prevents]
 
 
-@pytest.mark.parametrize("step", range(20, 33))
-@pytest.mark.parametrize("member", [0, 3, 5])
-def test_search_finds_the_one_group_that_is_the_cause(step: int, member: int) -> None:
-    table, cause = rows(range(20, 33)), (step - 20) * GROUPS + member
+@pytest.mark.parametrize("cause", range(0, 13 * GROUPS, GROUPS - 1))  # one or two of each step, in every place
+def test_search_finds_the_one_group_that_is_the_cause(cause: int) -> None:
+    table = rows(range(20, 33))
     result = find(table, 20, 33, [], leaving_out(table, lambda table: table["group"] == cause))
     assert result.cause is not None and not result.reason and not result.is_limited
     assert (result.cause.change.where, result.cause.rows) == (f"group == {cause}", SIZE)

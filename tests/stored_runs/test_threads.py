@@ -134,7 +134,7 @@ def run_in_threads(function: Callable[[int], Result], calls: int = THREADS) -> l
 
 def test_threads_that_share_a_scorer_get_their_rewards(scorers: Any) -> None:
     scorer = scorers("number")
-    size = 50
+    size = 25
 
     def score(block: int) -> list[Any]:
         scores: list[Any] = scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])

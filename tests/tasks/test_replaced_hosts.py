@@ -81,6 +81,15 @@ class HostScene:
         self.server = server
         self.route_number = 0
 
+    @classmethod
+    async def create(cls, folder: Path) -> HostScene:
+        """Return a scene whose trajectory has a turn of three tokens."""
+        config = Body(folder).config("rollout.max_new_tokens=100")
+        scene = cls(server_class(World())(actor_settings.server_settings(config, folder / "store", 128), 0.0))
+        await scene.server.draw(0, 1)
+        await scene.turn(3)
+        return scene
+
     @property
     def trajectory(self) -> Trajectory:
         return self.server._in_flight.live[ID]
@@ -143,10 +152,7 @@ async def rewarded(scene: HostScene) -> None:
 async def test_a_late_reply_of_a_replaced_host_changes_nothing(
     tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult
 ) -> None:
-    config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-    await scene.server.draw(0, 1)
-    await scene.turn(3)
+    scene = await HostScene.create(tmp_path)
     old = asyncio.create_task(scene.step(ScriptedEnvironments(late, after_s=5.0)))
     await asyncio.sleep(1.0)
     await meanwhile(scene)
@@ -168,10 +174,7 @@ async def test_the_outcome_of_a_lost_host_is_returned_without_another_step(
     tmp_path: Path, earlier: HostedStepResult
 ) -> None:
     """The server has it, but the driver did not receive it."""
-    config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-    await scene.server.draw(0, 1)
-    await scene.turn(3)
+    scene = await HostScene.create(tmp_path)
     (first,) = await scene.step(ScriptedEnvironments(earlier))
     environments = ScriptedEnvironments(answer(4))
     (second,) = await scene.step(environments)
@@ -203,41 +206,28 @@ async def no_change(scene: HostScene) -> None: ...
     "meanwhile",
     [no_change, next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded],
 )
-def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
+async def test_a_late_host_gives_its_agent_no_turn_of_another_host(tmp_path: Path, meanwhile: Meanwhile) -> None:
     """The host is delayed between its call for the episode and that for the newest turn."""
-
-    async def scenario() -> None:
-        config = Body(tmp_path).config("rollout.max_new_tokens=100")
-        scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-        await scene.server.draw(0, 1)
-        await scene.turn(3)
-        says = ScriptedEnvironments(answer(4), needs_token_ids=True)
-        (told,) = await scene.step(says, DelayedServer(scene, meanwhile))
-        if meanwhile is no_change:
-            (turn,) = says.latest_turns
-            assert turn is not None and turn.tokens == (0, 1, 2)
-            return
-        assert says.latest_turns == [], "its agent received the next attempt or an accepted reply"
-        assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
-
-    virtual_time.run(scenario())
+    scene = await HostScene.create(tmp_path)
+    says = ScriptedEnvironments(answer(4), needs_token_ids=True)
+    (told,) = await scene.step(says, DelayedServer(scene, meanwhile))
+    if meanwhile is no_change:
+        (turn,) = says.latest_turns
+        assert turn is not None and turn.tokens == (0, 1, 2)
+        return
+    assert says.latest_turns == [], "its agent received the next attempt or an accepted reply"
+    assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
 
 
 async def test_a_trajectory_that_has_ended_has_no_episode_state(tmp_path: Path) -> None:
-    config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-    await scene.server.draw(0, 1)
-    await scene.turn(3)
+    scene = await HostScene.create(tmp_path)
     ended, live = await scene.server.episode_states([(TrajectoryId(9), 1), (ID, scene.route_number)])
     assert ended is None
     assert live is not None and live.num_tokens == 3
 
 
 async def test_scoring_a_response_again_returns_the_first_reward(tmp_path: Path) -> None:
-    config = Body(tmp_path).config("rollout.max_new_tokens=100")
-    scene = HostScene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
-    await scene.server.draw(0, 1)
-    await scene.turn(3)
+    scene = await HostScene.create(tmp_path)
     (asked,) = await scene.server.scoring_items((ID,), (3,))
     first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
     assert await scene.server.record_rewards([RewardItem(ID, asked.num_tokens, asked.route_number, first)]) == [first]
