@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import doctest
 import json
@@ -541,7 +540,7 @@ def test_a_run_with_examples_in_its_steps_is_repeated_bit_for_bit_after_a_kill(
         f"training.sft={{weight=0.5, steps=1, examples_per_step=3, source='jsonl:{examples}'}}", "steps=4",
         f"training.ranks={ranks}", "task.eval_prompts=0",
     )  # fmt: skip
-    driver = asyncio.run(run_and_strike(job, overrides, "trainer", lambda pid: os.kill(pid, signal.SIGKILL)))
+    driver = run_and_strike(job, overrides, "trainer", signal.SIGKILL)
     assert len(driver.report.losses) == 1
     folder = job.parent / "runs" / "job"
     resumed = staleflow("resume", folder, "--set", "steps=6")

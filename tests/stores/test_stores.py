@@ -1,4 +1,4 @@
-"""Both stores under the conformance suite, features of the versioned store, and planted faults."""
+"""Both stores under the conformance suite, features of the versioned store, and corrupt data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import ArrayCache, UnreadableRow
 from staleflow.stores.trajectories.records import (
@@ -329,46 +328,9 @@ def set_int(root: Any, row: int, column: str, value: int) -> None:
     root[f"rows/{column}"][row] = value
 
 
-def lose_row(root: Any) -> None:
-    for column in COLUMNS:
-        array = root[column.array_name]
-        kept = np.delete(np.asarray(array[:]), 5, axis=0)
-        array.resize(kept.shape)
-        array[:] = kept
-
-
-def truncate(root: Any) -> None:
-    array = root["tokens/logprobs"]
-    array.resize((array.shape[0] - 20,))
-
-
-def repeat_row(root: Any) -> None:
-    for column in COLUMNS:
-        if column.name not in ("reward", "advantage"):
-            root[column.array_name][6] = root[column.array_name][2]
-
-
-def forge(root: Any) -> None:
-    text = np.asarray(root["records"][:]).tobytes()
-    forged = text.replace(b'"version":2,"fingerprint":"w2"', b'"version":2,"fingerprint":"w9"')
-    assert forged != text
-    root["records"][:] = np.frombuffer(forged, np.uint8)
-
-
 def change_logprob(root: Any, value: float = -9.0) -> None:
     offset, prompt = int(root["rows/offset"][5]), int(root["rows/prompt_tokens"][5])
     root["tokens/logprobs"][offset + prompt] = value
-
-
-FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "version out of bound": (lambda root: set_int(root, 9, "v_traj", 0), "bound"),
-    "row consumed twice": (repeat_row, "once"),
-    "row lost": (lose_row, "conservation"),
-    "truncated array": (truncate, "arrays"),
-    "wrong weight fingerprint": (forge, "fingerprints"),
-    "changed logprob": (change_logprob, "fingerprints"),
-    "consumed by another step": (lambda root: set_int(root, 4, "step", 2), "once"),
-}
 
 
 def test_a_valid_store_passes_the_audit(tmp_path: Path) -> None:
@@ -381,17 +343,6 @@ def test_the_audit_counts_tokens_without_chunk_padding(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
     rows = list(store.ended())
     assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
-    valid_store(tmp_path / "s")
-    shutil.copytree(tmp_path / "s", tmp_path / "copy")
-    change, check = FAULTS[fault]
-    edit(tmp_path / "copy", change)
-    findings = audit(VersionedStore.open(tmp_path / "copy")).findings
-    assert check in {f.check for f in findings}
-    assert audit(VersionedStore.open(tmp_path / "s")).clean
 
 
 def corrupt_tokens(store: VersionedStore) -> None:
