@@ -50,6 +50,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 HEAVIEST = (
     "jobs/test_jobs.py",
+    "jobs/test_resume.py",
     "runtime/test_run.py",
     "api/test_running.py",
     "run_page/test_browser.py",
@@ -62,7 +63,6 @@ HEAVIEST = (
     "stores/test_snapshot_audit.py",
     "stores/test_bucket.py",
     "tasks/test_episode_faults.py",
-    "jobs/test_resume.py",
     "stored_runs/test_auditing.py",
     "tasks/test_ranks.py",
     "stores/test_spans.py",

@@ -86,7 +86,7 @@ def test_a_profile_predicts_the_rate_of_its_run(tmp_path: Path, overrides: tuple
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
 
 
-def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
+def test_the_fit_recovers_the_cost_model_also_of_a_run_that_was_resumed(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05")
     profile = profile_run(run)
     true, found = load_job(run).rollout.cost, profile.fit.model
@@ -94,11 +94,6 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
         kv_tokens = 250.0 * running
         assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
     assert profile.latencies["report_s"] == pytest.approx(0.5)
-
-
-def test_a_profile_includes_the_earlier_starts_of_a_run(tmp_path: Path) -> None:
-    run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05")
-    expected = profile_run(run)
     events = run / "events.jsonl"
     events.rename(run / "events.1.jsonl")
     later_start = journal.Journal(events)
@@ -106,9 +101,9 @@ def test_a_profile_includes_the_earlier_starts_of_a_run(tmp_path: Path) -> None:
     for number in range(20):
         later_start.append(10.0 + 0.5 * number, Tick(), ())
     later_start.close()
-    profile = profile_run(run)
-    assert profile.fit == expected.fit
-    assert profile.latencies == pytest.approx(expected.latencies, rel=1e-3)
+    resumed = profile_run(run)
+    assert resumed.fit == profile.fit
+    assert resumed.latencies == pytest.approx(profile.latencies, rel=1e-3)
 
 
 def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> None:

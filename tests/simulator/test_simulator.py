@@ -483,7 +483,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
 
 
 @given(config=jobs())
-@settings(max_examples=max(40, num_examples() // 2))
+@settings(max_examples=max(30, num_examples() // 2))
 def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None:
     """With random strategies, redundancy and faults, checked by the coordinator after each event and by an independent
     witness. A deadlock would raise RunStuck."""
