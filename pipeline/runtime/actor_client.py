@@ -7,7 +7,8 @@ Invariants:
   trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again is not
   treated as lost.
 - The trainer and the trajectory server have state. If they are lost they are restored (role_recovery.py), and callers
-  wait and then retry.
+  wait and then retry. Once a loss is recorded no call returns what the lost process answers: it may only be silent, and
+  its successor would not have what it does then.
 - Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
   run. The losses of an instance's replacements count as its own; retirements do not count.
 - With shared GPUs the trainer computes only while all instances are asleep, and no instance
@@ -61,7 +62,7 @@ class ActorClient:
         self._loss_times: dict[str, list[float]] = {}
         """Seconds of the run at which each actor was lost, by its name without its replacement number."""
         self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
-        """By role, futures that get ActorLost when it is lost, to abort its pending long calls."""
+        """By role, futures that get ActorLost when it is lost, to abort its pending calls."""
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.loss_messages: list[str] = []
 
@@ -151,12 +152,13 @@ class ActorClient:
         request = call_actor(
             self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, timeout_setting=limit_name
         )
-        return await (request if key != "train_s" else self._result_or_loss(name, request))
+        role = trainer_group.role_of(name)
+        return await (self._result_or_loss(role, request) if role in ("trainer", "server") else request)
 
-    async def _result_or_loss(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for the result of a long call. Raises ActorLost as soon as the actor's loss is recorded: another,
+    async def _result_or_loss(self, role: str, request: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for the result of a call. Raises ActorLost as soon as the loss of the role's actor is recorded: another,
         shorter call may notice it first."""
-        futures = self._loss_futures[trainer_group.role_of(name)]
+        futures = self._loss_futures[role]
         loss: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result = asyncio.ensure_future(request)
         futures.add(loss)

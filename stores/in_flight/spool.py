@@ -7,6 +7,7 @@ Entries (stores/in_flight/spool_entries.py) are appended to numbered part files 
 - An entry that `append` returned from survives the end of every process, by kill -9 too: it is in the kernel's page
   cache. It is not flushed to disk; a machine that loses power loses what it had not written back yet, and then the
   trajectories concerned start again.
+- No entry is acknowledged that a successor may not have read: `append` raises once another server has begun a part.
 - Each commit begins a new part. A part is removed once no group in it or in an earlier part can be needed: each was
   stored by a step that all kept resume points include. So the spool holds in-flight work and what was consumed since
   the oldest resume point.
@@ -26,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from staleflow.stores.errors import ActorLost
 from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.trajectory import GroupId, TrajectoryId
 
@@ -73,12 +75,10 @@ class Spool:
         self._failed = False
         """Whether the current part cannot be written: nothing is appended until the next one begins."""
         self._has_warned = False
-        self._is_replaced = False
-        """Whether another server has begun a part: the folder is its own from then on."""
 
     def resume(self) -> Iterator[spool_entries.Entry]:
         """Begin a new part, and return the entries of earlier ones as `read` does. If this process replaces one that is
-        only silent, that one appends and removes nothing after its next commit."""
+        only silent, that one acknowledges and removes nothing from here on."""
         self._parts = {_part_number(path): set() for path in self._part_paths()}
         self._begin_part()
         return self.read()
@@ -99,11 +99,20 @@ class Spool:
                 logger.warning("%s: the rest cannot be read: %s", path, error)
 
     def append(self, entries: Sequence[spool_entries.Entry]) -> bool:
-        """Append entries in one write. Returns False if they could not be written."""
+        """Append entries in one write. Returns False if they could not be written. Raises ActorLost if another server
+        has replaced this one, and may have read the spool before they were written."""
         if not (self._size or self._failed):
             self._begin_part()
-        if self._failed:
-            return False
+        self._require_current()
+        is_written = not self._failed and self._try_append(entries)
+        self._require_current()  # who begins a part after this reads these entries
+        return is_written
+
+    def _require_current(self) -> None:
+        if self._is_replaced():
+            raise ActorLost("the trajectory server was replaced by another one", "server")
+
+    def _try_append(self, entries: Sequence[spool_entries.Entry]) -> bool:
         data = b"".join(add_frame(spool_entries.encode(entry)) for entry in entries)
         try:
             self._write(data)
@@ -127,7 +136,7 @@ class Spool:
         """Start a new part, and remove parts that no resume point needs. oldest_point: version of the oldest resume
         point; None if there is none and stored work is not needed again."""
         self._begin_part()
-        if self._is_replaced:
+        if self._is_replaced():
             return
         for number in sorted(self._parts)[:-1]:
             steps = [self._stored_at_step.get(group) for group in self._parts[number]]
@@ -153,7 +162,7 @@ class Spool:
 
     def _begin_part(self) -> None:
         """Begin a new part, unless the current one is empty."""
-        if self._is_replaced or (self._size == len(HEADER) and not self._failed):
+        if self._is_replaced() or (self._size == len(HEADER) and not self._failed):
             return
         number = max(self._parts, default=0) + 1
         self._parts[number] = set()
@@ -162,10 +171,15 @@ class Spool:
             with self._path(number).open("xb") as file:  # a server that replaces this one may have begun the part
                 file.write(HEADER)
         except OSError as error:
-            self._is_replaced = isinstance(error, FileExistsError) and self.folder.is_dir()
+            if isinstance(error, FileExistsError) and self.folder.is_dir():
+                del self._parts[number]
             self._fail(error)
         else:
             self._size, self._failed = len(HEADER), False
+
+    def _is_replaced(self) -> bool:
+        """Whether another server has begun a part: the folder is its own from then on."""
+        return any(_part_number(path) > max(self._parts, default=0) for path in self._part_paths())
 
     def _write(self, data: bytes) -> None:
         """Append to the newest part; it is opened each time, so that nothing has to be closed."""

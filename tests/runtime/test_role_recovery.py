@@ -382,6 +382,26 @@ def test_callers_that_detect_a_loss_late_only_repeat_their_call(body: Body) -> N
     check_server_restored(run)
 
 
+@pytest.mark.parametrize("silent_s", [3.2, 4.2, 5.0, 6.5])
+@pytest.mark.parametrize("num_delivered", [2, 9])
+def test_a_server_that_continues_after_its_replacement_acknowledges_nothing(
+    body: Body, num_delivered: int, silent_s: float
+) -> None:
+    """Its process also has other actors, so that no nanny restarts it. It commits a step that its replacement has not
+    seen, and answers pending calls."""
+
+    async def stop(run: Run) -> None:
+        run.workers.nanny = False
+        while run.driver is None or run.workers.methods("server").count("deliver") < num_delivered:
+            await asyncio.sleep(0.001)
+        process = run.workers.placed["server"].future
+        process.stopped = True
+        await asyncio.sleep(silent_s)
+        run.workers.continue_process(process)
+
+    body.checked_run(*LONG, world=world_with_long_responses(), meanwhile=stop)
+
+
 def test_server_and_trainer_may_be_lost_at_once(body: Body) -> None:
     async def kill(run: Run) -> None:
         while run.driver is None or run.workers.methods("trainer").count("train") < 4:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.stores.errors import ActorLost
 from staleflow.stores.in_flight.spool import FRAME, HEADER, Spool
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
@@ -259,10 +260,22 @@ def test_a_part_that_another_server_has_begun_is_not_overwritten(tmp_path: Path)
     list(new.resume())
     old.rotate(oldest_point=None)
     assert new.append([drawn(1)])
-    assert not old.append([drawn(2)])
-    old.rotate(oldest_point=None)
-    assert new.append([drawn(3)]) and not old.append([drawn(2)])
+    for _ in range(2):
+        with pytest.raises(ActorLost, match="was replaced"):
+            old.append([drawn(2)])
+        old.rotate(oldest_point=None)
+    assert new.append([drawn(3)])
     assert groups_in(tmp_path / "spool") == {0, 1, 3}
+
+
+def test_a_replaced_server_acknowledges_nothing(tmp_path: Path) -> None:
+    """Its successor has read the spool already. A repeated call has no entries left, and is refused too."""
+    old = Spool(tmp_path / "spool", group_size=3)
+    assert old.append([drawn(0)])
+    list(Spool(tmp_path / "spool", group_size=3).resume())
+    for entries in ([drawn(1)], []):
+        with pytest.raises(ActorLost, match="was replaced"):
+            old.append(entries)
 
 
 def test_a_group_that_is_drawn_again_is_in_flight_again(tmp_path: Path) -> None:

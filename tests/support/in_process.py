@@ -13,11 +13,11 @@ import asyncio
 import contextvars
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from staleflow.pipeline.processes.worker_protocol import PlacedActor
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 
 TRAVEL_S = 0.001
@@ -163,12 +163,19 @@ class InProcessWorkers:
 
     # -- the contract --------------------------------------------------------------------------------------------
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
+    async def place(
+        self,
+        name: str,
+        role: str,
+        cls: type[Any],
+        *args: Any,
+        before_creation: Callable[[], Awaitable[None]] | None = None,
+    ) -> PlacedActor:
         self.num_spare = max(0, self.num_spare - 1)
         number = len(self._processes)
         process = Process(address=f"process-{number}", host=self._hosts[number % len(self._hosts)])
         self._processes.append(process)
-        return await self._create(process, name, role, cls, args)
+        return await self._create(process, name, role, cls, args, before_creation)
 
     async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         return await self._create(actor.future, name, role, cls, args)
@@ -207,7 +214,10 @@ class InProcessWorkers:
 
     def go_on(self, name: str) -> None:
         """Continue a stopped process as SIGCONT does: it then replies to pending calls."""
-        process = self.placed[name].future
+        self.continue_process(self.placed[name].future)
+
+    def continue_process(self, process: Process) -> None:
+        """Like `go_on`, also for a process whose actors have been replaced."""
         process.stopped = False
         unanswered, process.unanswered = process.unanswered, []
         for answer, result, error in unanswered:
@@ -231,10 +241,18 @@ class InProcessWorkers:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     async def _create(
-        self, process: Process, name: str, role: str, cls: type[Any], args: tuple[Any, ...]
+        self,
+        process: Process,
+        name: str,
+        role: str,
+        cls: type[Any],
+        args: tuple[Any, ...],
+        before_creation: Callable[[], Awaitable[None]] | None = None,
     ) -> PlacedActor:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
         fault = self._fault(name, "__init__")
+        if before_creation is not None and not isinstance(fault.error, NoFreeWorker):
+            await before_creation()
         await asyncio.sleep(CREATE_S + fault.late_s)
         if process.stopped:
             await asyncio.sleep(START_S)
