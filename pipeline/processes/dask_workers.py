@@ -97,7 +97,14 @@ class DaskWorkers:
         link = str(self.client.dashboard_link or "")
         return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
+    async def place(
+        self,
+        name: str,
+        role: str,
+        cls: type[Any],
+        *args: Any,
+        before_creation: Callable[[], Awaitable[None]] | None = None,
+    ) -> PlacedActor:
         """Create an actor on a worker for `role`. Waits for a free worker, up to deadlines.start_s."""
         deadline = now_s() + self.start_s
         try:
@@ -113,7 +120,7 @@ class DaskWorkers:
                 await asyncio.sleep(0.2)
         finally:
             self.waiting.pop(name, None)
-        return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()))
+        return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()), before_creation)
 
     async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create a light actor on the worker of another actor."""
@@ -122,12 +129,21 @@ class DaskWorkers:
         return await self._create(slot, name, role, cls, args, self.start_s)
 
     async def _create(
-        self, slot: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+        self,
+        slot: tuple[str, str, str],
+        name: str,
+        role: str,
+        cls: type[Any],
+        args: tuple[Any, ...],
+        within_s: float,
+        before_creation: Callable[[], Awaitable[None]] | None = None,
     ) -> PlacedActor:
         """Create an actor in its reserved slot: name, address and host of a worker. If this fails, the slot is free
         again; after a timeout the worker is not used again, because it may hang."""
         worker, address, _ = slot
         try:
+            if before_creation is not None:
+                await before_creation()
             return await self._submit_actor(slot, name, role, cls, args, within_s)
         except TimeoutError:
             self.roles_by_worker[worker].remove(role)

@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,8 +59,18 @@ class Workers(Protocol):
         """The placed actors, by name."""
         ...
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
+    async def place(
+        self,
+        name: str,
+        role: str,
+        cls: type[Any],
+        *args: Any,
+        before_creation: Callable[[], Awaitable[None]] | None = None,
+    ) -> PlacedActor:
         """Create the actor `cls(*args)` on a worker for `role`.
+
+        Args:
+            before_creation: Awaited, without a deadline, once a worker is reserved for the actor.
 
         Raises:
             NoFreeWorker: No worker became free within deadlines.start_s.

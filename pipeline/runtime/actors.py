@@ -247,7 +247,6 @@ class Actors(WeightPublisher):
         config = self._config
         attempt = len(self._loss_times.get(f"rollout-{index}", ())) + self._retired_indices.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
-        await self._device_turns.wait_and_mark_awake(name)
         try:
             actor = await self._workers.place(
                 name,
@@ -263,6 +262,7 @@ class Actors(WeightPublisher):
                 actor_settings.drafts_from_responses(config),
                 str(self._run_dir),
                 self._is_resumed,
+                before_creation=partial(self._device_turns.wait_and_mark_awake, name),
             )
         except BaseException:
             self._device_turns.mark_asleep(name)

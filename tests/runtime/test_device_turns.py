@@ -111,6 +111,28 @@ def test_the_trainer_does_not_wait_for_an_instance_that_is_gone(
     assert ("the run continues with 2 of 2 instances: no free worker" in caplog.text) == (ending == "no worker")
 
 
+@pytest.mark.parametrize("lost", ["dies", "retired"])
+def test_the_trainer_does_not_wait_for_a_required_instance_without_a_worker(body: Body, lost: str) -> None:
+    """The search for a worker is repeated until the run ends, each time for start_s."""
+
+    async def retire(run: Run) -> None:
+        while run.workers.methods("rollout-1").count("route") < 2:
+            await asyncio.sleep(0.01)
+        assert run.driver.retire("rollout-1") == ""
+
+    error = NoFreeWorker("no free worker")
+    faults = [Fault(actor="rollout-1.1", method="__init__", nth=0, late_s=49.0, error=error)]
+    if lost == "dies":
+        faults.append(Fault(actor="rollout-1", method="pull", nth=2, dies="before"))
+    limits = ("rollout.min_instances=1", "staleness.eta=0", "steps=4")
+    run = body.checked_run(
+        TURNS, *limits, faults=faults, world=World(length=lambda _: 20),
+        meanwhile=retire if lost == "retired" else None,
+    )  # fmt: skip
+    assert run.workers.names.count("rollout-1.1") == 0
+    assert run.ended_s < 49.0
+
+
 def long_ones() -> World:
     return World(length=lambda i: 40 if i % 5 == 3 else 8)
 

@@ -34,7 +34,7 @@ class RecordingWorkers:
         self.engines: dict[str, TransformersSettings] = {}
         self.placed: dict[str, PlacedActor] = {}
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any, **_: Any) -> PlacedActor:
         if role == "server":
             raise ActorLost("no server here")
         if role == "rollout":
