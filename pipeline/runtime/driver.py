@@ -268,7 +268,8 @@ class Driver:
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._evaluation_driver.best.close()
         await self._actors.close()
-        self._journal.close()
+        # Another start in this process would rename parts that are still being compressed.
+        await asyncio.to_thread(self._journal.close, wait=True)
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [*self._background, *self._membership.tasks()]
@@ -411,13 +412,15 @@ class Driver:
     async def _finish_commits(self) -> None:
         """Wait until all commits are stored. Raises the error of one that failed."""
         all_stored = asyncio.ensure_future(self._commit_queue.wait_until_stored())
-        while not all_stored.done():
-            await asyncio.wait({all_stored}, timeout=0.1)
-            while not self._inbox.empty():
-                item = self._inbox.get_nowait()
-                if isinstance(item, BaseException):
-                    all_stored.cancel()
-                    raise item
+        try:
+            while not all_stored.done():
+                await asyncio.wait({all_stored}, timeout=0.1)
+                while not self._inbox.empty():
+                    item = self._inbox.get_nowait()
+                    if isinstance(item, BaseException):
+                        raise item
+        finally:
+            all_stored.cancel()
 
     async def _tick(self) -> None:
         """Send ticks to the coordinator, update the status, and measure staleness, every TICK_S."""

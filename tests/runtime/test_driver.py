@@ -7,6 +7,8 @@ journal that replays to the same commands.
 from __future__ import annotations
 
 import asyncio
+import shutil
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.schema import DeadlineConfig
+from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime import progress_watch
+from staleflow.pipeline.recovery.run_journal import RunJournal
+from staleflow.pipeline.runtime import driver, progress_watch
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.metrics import with_rates
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
@@ -361,6 +365,22 @@ def test_closing_never_raises_and_times_out(body: Body, actor: str, how: str) ->
 
 
 # -- going on with a stored run ------------------------------------------------------------------------------------
+
+
+def test_a_closed_driver_has_compressed_its_journal(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next start may be in the same process, and renames the parts."""
+
+    def copy_slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        copy(*args)
+
+    copy = shutil.copyfileobj
+    monkeypatch.setattr(shutil, "copyfileobj", copy_slowly)
+    monkeypatch.setattr(driver, "RunJournal", partial(RunJournal, part_bytes=4_000))
+    run = body.run()
+    parts = journal.list_closed_parts(run.config.run_dir / "events.jsonl").values()
+    assert parts
+    assert all(part.suffix == ".gz" for part in parts)
 
 
 def test_a_stopped_run_resumes_at_its_step(body: Body) -> None:

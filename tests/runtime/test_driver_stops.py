@@ -105,6 +105,20 @@ def test_a_second_stop_does_not_wait_for_the_training_step(body: Body) -> None:
     assert run.records == []
 
 
+def test_a_stop_while_the_last_commit_is_written_ends_the_run_at_once(body: Body) -> None:
+    """No task is left behind, which the virtual clock's loop would report."""
+
+    async def meanwhile(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("server").count("commit") == 2)
+        await asyncio.sleep(0.3)
+        run.driver.stop("interrupted")
+
+    late = Fault(actor="server", method="commit", nth=2, late_s=20.0)
+    run = body.run("steps=1", faults=[late], meanwhile=meanwhile)
+    assert run.stopped_at_once
+    run.check_kept()
+
+
 def test_a_stop_during_start_ends_the_run_at_once(body: Body) -> None:
     async def meanwhile(run: Run) -> None:
         await asyncio.sleep(0.5)
