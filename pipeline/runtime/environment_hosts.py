@@ -181,9 +181,11 @@ class EnvironmentHosts:
         async with host.replace_lock:
             try:
                 await self._actors.move_reward_actor(name)
-            except errors.ActorLost as error:  # its next call notices that, and replaces it
-                logger.warning("%s", error)
-                return
+            except (errors.ActorLost, errors.ActorFailed) as error:
+                if error.actor != name:
+                    raise
+                self._actors.record_loss(name, error)
+                await self._actors.replace_reward_actor(name)
             self._resend_pending(host)
 
     def _resend_pending(self, host: _Host) -> None:

@@ -59,6 +59,7 @@ class ScoreQueue:
         self._num_sampled_by_group: dict[GroupId, int] = {}
         self._has_logged_failure = False
         self._moving: set[str] = set()
+        self._replacing: set[str] = set()
         self._worker_locks = {name: asyncio.Lock() for name in config.reward_actors}
         """Held while a reward worker scores a batch, or is moved."""
 
@@ -69,15 +70,16 @@ class ScoreQueue:
 
     async def move(self, name: str) -> None:
         """Move a reward worker to a process that other actors of the run use, between two batches. Does nothing if it
-        is moving already."""
+        is moving already, or is lost and being replaced."""
         if name in self._moving:
             return
         self._moving.add(name)
         try:
             async with self._worker_locks[name]:
-                await self._actors.move_reward_actor(name)
-        except errors.ActorLost as loss_error:  # its next batch notices that, and replaces it
-            logger.warning("%s", loss_error)
+                if name not in self._replacing:
+                    await self._actors.move_reward_actor(name)
+        except (errors.ActorLost, errors.ActorFailed, NoFreeWorker) as error:  # its next batch replaces it if need be
+            logger.warning("%s", error)
         finally:
             self._moving.discard(name)
 
@@ -143,13 +145,17 @@ class ScoreQueue:
     async def _replace(self, name: str) -> None:
         """Replace a lost reward worker as soon as there is a Dask worker for it. Raises NoFreeWorker if there was none
         for start_s, and no other reward worker is left."""
-        while True:
-            try:
-                return await self._actors.replace_reward_actor(name)
-            except NoFreeWorker as error:
-                if not self._actors.has_other_reward_actor(name):
-                    raise
-                logger.warning("the run continues without %s: %s", name, error)
+        self._replacing.add(name)
+        try:
+            while True:
+                try:
+                    return await self._actors.replace_reward_actor(name)
+                except NoFreeWorker as error:
+                    if not self._actors.has_other_reward_actor(name):
+                        raise
+                    logger.warning("the run continues without %s: %s", name, error)
+        finally:
+            self._replacing.discard(name)
 
     async def _score_on(self, name: str) -> None:
         """Send batches to one reward worker. If it is lost, replace it and score its batch again."""

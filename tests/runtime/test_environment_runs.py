@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import measure_latencies
 from staleflow.pipeline.runtime import environment_hosts
 from staleflow.pipeline.runtime.environment_hosts import FAILURE_WINDOW
-from staleflow.stores.errors import TooManyFailedEnvironments
+from staleflow.stores.errors import ActorFailed, ActorLost, TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
 from staleflow.tasks.episodes.emulated_host import EmulatedEnvironments
@@ -117,6 +117,18 @@ def test_an_environment_host_whose_replacement_dies_while_it_is_placed_is_replac
         Fault(actor="environment-0", method=method, nth=2, dies="before"),
     ]
     assert len(body.checked_run(*AGENTS, faults=faults).outcomes.losses) == 2
+
+
+@pytest.mark.parametrize("error", [ActorFailed("OSError: no space left"), ActorLost("it is gone")])
+def test_an_environment_host_that_fails_after_its_move_is_replaced(body: Body, error: Exception) -> None:
+    async def give_back(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("environment-0").count("start_steps") == 2)
+        run.driver.release_worker(run.workers.placed["environment-0"].address)
+
+    fails = Fault(actor="environment-0", method="check", nth=2, error=error)
+    run = body.checked_run(*AGENTS, faults=[fails], meanwhile=give_back)
+    assert len(run.outcomes.losses) == 1
+    assert run.workers.names.count("environment-0") == 3
 
 
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
