@@ -27,7 +27,6 @@ from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
 from staleflow.stores.errors import StaleflowError
 
@@ -180,9 +179,6 @@ async def _train(
         )
         with start_recorder.record_end(driver.report):
             report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
-    if resumption is not None and not report.steps:  # stopped before the run was resumed
-        report.steps += resumption.steps
-        report.evaluations += read_evaluations(run_dir)
     if report.diagnosis is not None:
         reporter.on_line(report.diagnosis.line)
     return report

@@ -6,13 +6,14 @@ readable on a branch), and in-flight work continues (pipeline/coordination/resum
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.recovery.run_folder import load_job, require_run, write_job
+from staleflow.pipeline.recovery.run_folder import list_checkpoints, load_job, require_run, write_job
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.metrics import with_rates
@@ -164,6 +165,7 @@ def prepare(config: RunConfig) -> Resumption:
         points = ResumePoints(run_dir / "resume")
         points.claim()  # before points are removed: a trainer of an earlier start may still be writing one
         points.remove_after(version)
+        _rename_undone_checkpoints(run_dir, version)
         records = [r for r in VersionedStore.open(run_dir / "store").commits() if r.kind == "step"]
         _archive_start(run_dir)
     except StoreError:
@@ -179,6 +181,15 @@ def prepare(config: RunConfig) -> Resumption:
         earlier_starts=_latest_number(run_dir),
         drift_limit=records[-1].metrics.get("probe_limit", 0.0) if records else 0.0,
     )
+
+
+def _rename_undone_checkpoints(run_dir: Path, version: PolicyVersion) -> None:
+    """Rename the checkpoints of undone steps to step-N-undone, so that none of them counts as the run's newest."""
+    for step, folder in list_checkpoints(run_dir).items():
+        if step > version:
+            undone = folder.with_name(f"{folder.name}-undone")
+            shutil.rmtree(undone, ignore_errors=True)
+            folder.rename(undone)
 
 
 def _latest_number(run_dir: Path) -> int:

@@ -105,13 +105,19 @@ def write_job(config: RunConfig) -> None:
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
     """Return the folder of a run's checkpoint. Raises ConfigError if there is none. step: None for the newest one."""
-    checkpoints = sorted((run_dir / "checkpoints").glob("step-*"))
+    checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         raise ConfigError(f"{run_dir}: the run has no checkpoint; let it end, or set training.checkpoint_every")
-    steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints]
-    if step is not None and step not in steps:
-        raise ConfigError(f"--step = {step}: {run_dir} has checkpoints of steps {', '.join(map(str, steps))}")
-    return checkpoints[-1 if step is None else steps.index(step)]
+    if step is not None and step not in checkpoints:
+        raise ConfigError(f"--step = {step}: {run_dir} has checkpoints of steps {', '.join(map(str, checkpoints))}")
+    return checkpoints[max(checkpoints) if step is None else step]
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Return the folders of a run's checkpoints by their number of steps, in order."""
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    numbers = [folder.name.removeprefix("step-") for folder in folders]
+    return {int(n): folder for n, folder in zip(numbers, folders, strict=True) if n.isdecimal()}
 
 
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:

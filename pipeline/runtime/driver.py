@@ -42,9 +42,7 @@ from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import (
     explain_not_comparable,
-    keep_up_to_version,
-    read_evaluations,
-    remove_suites_after,
+    remove_evaluations_after,
 )
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.pipeline.runtime.membership import Membership
@@ -147,6 +145,9 @@ class Driver:
     async def run(self) -> RunReport:
         """Run the job: place the actors, train and evaluate, commit the end. Raises StaleflowError."""
         self._main_task = asyncio.current_task()
+        if self._resumption is not None:
+            self.report.steps += self._resumption.steps
+            self.report.evaluations += remove_evaluations_after(self._run_dir, self._resumption.version)
         for line in self._input_changes:
             self._note(line)
         self._begin_phase("starting actors")
@@ -160,7 +161,7 @@ class Driver:
         newest = weight_fingerprints[max(weight_fingerprints)]
         self._step_records.weight_inputs = start_inputs(self._run_dir, newest, self._fingerprints)
         self._background.spawn(self._actors.recovery.watch(), "watch")
-        resumed = await self._resume()
+        resumed = None if self._resumption is None else await self._restore_in_flight()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
         await self._actors.ask("server", "set_clock", self._actors.clock.elapsed_s)
@@ -209,19 +210,9 @@ class Driver:
         """KV tokens that each instance has cached between turns."""
         return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
-    async def _resume(self) -> events.RunResumed | None:
-        """Restore steps, evaluations and in-flight work of a resumed run. Returns the event that reports them; None for
-        a new run."""
-        if self._resumption is None:
-            return None
-        self.report.steps += self._resumption.steps
-        evaluations = read_evaluations(self._run_dir)
-        self.report.evaluations += keep_up_to_version(evaluations, self._resumption.version)
-        remove_suites_after(self._run_dir, self._resumption.version)
-        return await self._restore_in_flight()
-
     async def _restore_in_flight(self) -> events.RunResumed:
-        """Plan which in-flight work of the stored run continues within the bound, and resume it on the server."""
+        """Plan which in-flight work of the stored run continues within the bound, and resume it on the server. Returns
+        the event that reports it."""
         recoverable: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger

@@ -241,16 +241,17 @@ def read_suites(run_dir: Path) -> list[Evaluation]:
     return sorted(evaluations, key=lambda evaluation: (evaluation.version, evaluation.name))
 
 
-def remove_suites_after(run_dir: Path, version: int) -> None:
-    """Remove the figures of benchmark tasks on later versions than the one that a run resumes from."""
+def remove_evaluations_after(run_dir: Path, version: int) -> list[Evaluation]:
+    """Remove the evaluations, and the figures of benchmark tasks, of later versions than the one that a run resumes
+    from. Returns the remaining evaluations. Raises StoreError."""
+    evaluations = read_evaluations(run_dir)
+    remaining = [evaluation for evaluation in evaluations if evaluation.version <= version]
+    if len(remaining) < len(evaluations):
+        write_evaluations(run_dir, remaining)
     for path in _suite_files(run_dir):
         if int(path.name.split("-")[1]) > version:
             path.unlink(missing_ok=True)
-
-
-def keep_up_to_version(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
-    """The stored evaluations that remain valid when a run resumes from a version: those of later versions do not."""
-    return [evaluation for evaluation in evaluations if evaluation.version <= version]
+    return remaining
 
 
 def group_by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:

@@ -18,7 +18,7 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import resumption
-from staleflow.pipeline.recovery.run_folder import prepare_run_dir, write_job
+from staleflow.pipeline.recovery.run_folder import find_checkpoint, prepare_run_dir, write_job
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -175,6 +175,9 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(ResumePoints, "remove_after", remove_while_one_is_written)
         undone = resumption.prepare(config)
+    assert (folder / "checkpoints" / "step-000003-undone").is_dir()
+    with pytest.raises(ConfigError, match="the run has no checkpoint"):
+        find_checkpoint(folder)
     assert (undone.version, undone.earlier_starts) == (2, 1)
     assert points.versions()[-1] == 2
     (folder / "events.jsonl").write_text("")  # as of a run that continued from there

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.pipeline.runtime.evaluation_results import read_suites, remove_suites_after, write_suite
+from staleflow.pipeline.runtime.evaluation_results import read_suites, remove_evaluations_after, write_suite
 from staleflow.pipeline.stored_runs import suites
 from staleflow.pipeline.stored_runs.hub import model_card
 from staleflow.pipeline.stored_runs.run_facts import read_facts
@@ -73,7 +73,7 @@ def test_figures_of_a_checkpoint_are_kept_until_its_run_resumes_before_it(tmp_pa
     expected = [(10, name, 0.1), (20, name, 0.3), (20, "piqa exact_match, 5-shot", 0.25)]
     assert sorted((e.version, e.name, e.greedy) for e in read_suites(tmp_path)) == expected
     assert {(e.sampled_text, e.greedy_text) for e in read_suites(tmp_path)} >= {("-", "0.100 ± 0.030")}
-    remove_suites_after(tmp_path, 10)
+    remove_evaluations_after(tmp_path, 10)
     assert [e.version for e in read_suites(tmp_path)] == [10]
     next((tmp_path / "evaluations").glob("suite-000010-*")).write_text("{")
     with pytest.raises(StoreError, match=r"suite-000010-\w+\.json: cannot be read: .*; remove it"):
