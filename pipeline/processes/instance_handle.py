@@ -20,6 +20,8 @@ class InstanceHandle:
 
     placed: PlacedActor
     index: int
+    has_taken_over_engine: bool = False
+    """Whether its engine is that of an earlier start of the run, which may have other weights than the base model."""
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     version: PolicyVersion = PolicyVersion(0)
@@ -32,14 +34,14 @@ class InstanceHandle:
     fingerprint: str = ""
     """Fingerprint of its engine's weights; empty until its first pull."""
     drift: float = 0.0
-    """Maximum difference between its logprobs and the trainer's on the probe after the latest pull, nats."""
+    """Mean difference between its logprobs and the trainer's on the probe after the latest pull, nats."""
     assigned_s: float = 0.0
     """Seconds in which it had trajectories to sample."""
     busy_s: float = 0.0
     """Seconds in which its engine worked."""
     tokens_sampled: int = 0
     initial_load: EngineLoad | None = None
-    """Its load in its first report. Work before that, such as an evaluation, is not counted."""
+    """Its load in its first report. Work before that is not counted."""
     load: EngineLoad | None = None
     """Its load in its latest report."""
 

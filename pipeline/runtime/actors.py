@@ -267,10 +267,10 @@ class Actors(WeightPublisher):
         except BaseException:
             self._device_turns.mark_asleep(name)
             raise
-        instance = InstanceHandle(placed=actor, index=index)
-        has_loaded_engine = self._is_resumed and await self.ask(name, "took_over", deadline="start_s")
+        has_taken_over_engine = self._is_resumed and await self.ask(name, "took_over", deadline="start_s")
+        instance = InstanceHandle(placed=actor, index=index, has_taken_over_engine=has_taken_over_engine)
         self.instances[instance.id] = instance
-        if has_loaded_engine:
+        if has_taken_over_engine:
             logger.warning("%s continues with an engine that is already loaded, on %s", name, actor.address)
         else:
             logger.info("%s %s on %s", name, "replaces another instance" if attempt else "joins", actor.address)

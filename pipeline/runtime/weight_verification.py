@@ -75,12 +75,15 @@ class WeightVerification:
         get_logprobs: Callable[[InstanceHandle], Awaitable[tuple[float, ...]]],
         resumption: Resumption | None,
     ) -> list[tuple[float, ...]]:
-        """Logprobs of the probe by each instance, for `set_drift_limit`; empty if the drift limit is known already.
-        Instances must have loaded the base model."""
-        if self._config.rollout.logprob_drift_limit or resumption is not None or not self.probe:
+        """Logprobs of the probe by each instance that has loaded the base model, for `set_drift_limit`; empty if the
+        drift limit is set or stored."""
+        is_base = resumption is None or not resumption.version
+        if self._config.rollout.logprob_drift_limit or not is_base or not self.probe:
             return []
         logprobs: list[tuple[float, ...]] = []
         for instance in instances:
+            if instance.has_taken_over_engine:
+                continue
             try:
                 logprobs.append(await get_logprobs(instance))
             except ActorLost as error:  # its first pull replaces it
@@ -92,7 +95,7 @@ class WeightVerification:
     ) -> None:
         """Set the drift limit from the differences of engine and trainer logprobs on the base model.
 
-        A resumed run keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be
+        A run that resumes from a trained version keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be
         distinguished from wrong weights.
 
         Args:
@@ -102,7 +105,7 @@ class WeightVerification:
         """
         if self._config.rollout.logprob_drift_limit:
             return
-        if resumption is not None:
+        if resumption is not None and not engine_logprobs:
             self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
         trainer_logprobs = self.base_logprobs or published.probe_logprobs

@@ -248,11 +248,27 @@ async def test_the_drift_limit_follows_the_difference_at_the_start(body: Body) -
 
 @pytest.mark.parametrize(("stored", "limit"), [(0.3, 0.3), (0.0, 0.5)])
 async def test_a_resumed_run_uses_the_stored_drift_limit(body: Body, stored: float, limit: float) -> None:
-    """The engines of a resumed run serve another version than the base model."""
-    resumption = Resumption(version=V0, fingerprint="weights-0", drift_limit=stored)
+    resumption = Resumption(version=V2, fingerprint="weights-2", drift_limit=stored)
     async with body.placed(resumption=resumption) as stage:
         assert stage.actors.verification.drift_limit == limit
         assert "logprobs" not in stage.workers.methods("rollout-0")
+
+
+async def test_a_run_resumed_before_its_first_step_measures_its_drift_limit(body: Body) -> None:
+    resumption = Resumption(version=V0, fingerprint="weights-0")
+    async with body.placed(resumption=resumption, world=World(drift=0.1)) as stage:
+        assert stage.actors.verification.drift_limit == pytest.approx(DRIFT_FACTOR * 0.1)
+
+
+async def test_engines_of_an_earlier_start_are_not_measured_as_the_base_model(body: Body) -> None:
+    """They may have the weights of an undone step. Without another engine the largest limit applies."""
+    resumption = Resumption(version=V0, fingerprint="weights-0")
+    taken_over = [Fault(actor=name, method="took_over", change=lambda _: True) for name in ("rollout-0", "rollout-1")]
+    async with body.placed(resumption=resumption, world=World(drift=0.1), faults=taken_over[:1]) as stage:
+        assert stage.actors.verification.drift_limit == pytest.approx(DRIFT_FACTOR * 0.1)
+        assert "logprobs" not in stage.workers.methods("rollout-0")
+    async with body.placed(resumption=resumption, world=World(drift=0.1), faults=taken_over) as stage:
+        assert stage.actors.verification.drift_limit == MAX_INITIAL_DRIFT
 
 
 async def test_versions_in_use_are_kept_on_every_host(body: Body) -> None:
