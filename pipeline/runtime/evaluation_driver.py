@@ -28,7 +28,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, compute_figures
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, SetRewards, compute_figures
 from staleflow.pipeline.runtime.evaluation_results import (
     NO_RESPONSE,
     Evaluation,
@@ -156,14 +156,29 @@ class EvaluationDriver:
             raise ProtocolViolation(
                 f"version {command.version} was evaluated with tokens of versions {sorted(other_versions)}"
             )
-        seconds = self._actors.clock.elapsed_s - self._requested_at_s
         rewards = {
             name: group_by_prompt(
                 [pair for pair in zip(self._items, responses, strict=True) if pair[0].set_name == name]
             )
             for name in self._sets
         }
-        base_rewards = self._base_rewards() if command.version else {}
+        seconds = self._actors.clock.elapsed_s - self._requested_at_s
+        # Beside the event loop: the intervals of thousands of prompts take seconds.
+        results = await asyncio.to_thread(self._compute_results, command.version, responses, rewards, seconds)
+        write_rewards(self._run_dir, command.version, rewards)
+        write_evaluations(self._run_dir, [*self._results, *results])
+        self._results += results
+        await self.best.finish_evaluation(command.version, results)
+        return results
+
+    def _compute_results(
+        self,
+        version: PolicyVersion,
+        responses: Sequence[EvaluatedResponse],
+        rewards: Mapping[str, SetRewards],
+        seconds: float,
+    ) -> list[Evaluation]:
+        base_rewards = self._base_rewards() if version else {}
         results = []
         for name, evaluation_set in self._sets.items():
             set_responses = [
@@ -175,16 +190,12 @@ class EvaluationDriver:
             greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
             results.append(
                 Evaluation.summarize(
-                    command.version, sampled, greedy, self._fingerprints(name), self._input_changes(name), name=name,
+                    version, sampled, greedy, self._fingerprints(name), self._input_changes(name), name=name,
                     samples=evaluation_set.samples, tokens=sum(response.num_tokens for _, response in set_responses),
                     seconds=seconds,
                     figures=compute_figures(rewards[name], evaluation_set.samples, base_rewards.get(name, {})),
                 )
             )  # fmt: skip
-        write_rewards(self._run_dir, command.version, rewards)
-        write_evaluations(self._run_dir, [*self._results, *results])
-        self._results += results
-        await self.best.finish_evaluation(command.version, results)
         return results
 
     def _base_rewards(self) -> dict[str, dict[str, PromptRewards]]:

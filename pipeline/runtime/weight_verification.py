@@ -95,8 +95,8 @@ class WeightVerification:
     ) -> None:
         """Set the drift limit from the differences of engine and trainer logprobs on the base model.
 
-        A run that resumes from a trained version keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be
-        distinguished from wrong weights.
+        A run that resumes from a trained version keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT,
+        where rounding cannot be distinguished from wrong weights.
 
         Args:
             engine_logprobs: As returned by `measure_engine_logprobs`.

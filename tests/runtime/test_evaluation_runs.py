@@ -12,8 +12,10 @@ import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.runtime import evaluation_driver
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.pipeline.runtime.evaluation_results import read_rewards
+from staleflow.pipeline.runtime.evaluation_figures import compute_figures
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards
 from staleflow.stores.errors import TransferFailed
 from staleflow.stores.trajectory import PolicyVersion, is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
@@ -60,6 +62,37 @@ def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
     assert [len(of.sampled) + len(of.greedy) for version in rewards for of in version.values()] == [2] * 24
     differences = [after.sampled[0] - rewards[0][prompt].sampled[0] for prompt, after in rewards[1].items()]
     assert after.sampled_change.mean == pytest.approx(sum(differences) / 12)
+
+
+def test_figures_are_computed_beside_the_event_loop(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 10,000 prompts take seconds, in which the driver would do nothing else."""
+    tasks: list[Any] = []
+
+    def compute(*args: Any) -> Any:
+        task = asyncio.current_task()
+        tasks.append(task and task.get_name())
+        return compute_figures(*args)
+
+    monkeypatch.setattr(evaluation_driver, "compute_figures", compute)
+    check(body.run(*EVALUATED, "evaluation.every=0"))
+    assert tasks == ["executor", "executor"]
+
+
+def test_a_resumed_run_that_is_stopped_at_once_has_only_evaluations_of_stored_versions(body: Body) -> None:
+    first = body.run(*EVALUATED, "steps=4", world=World(train_s=4.0))
+    check(first)
+    resumption = resumption_of(first, undone=2)
+    stop = Fault(actor="server", method="__init__", act=lambda: second_driver[0].stop("interrupted"))
+    second_driver: list[Any] = []
+
+    async def meanwhile(run: Run) -> None:
+        second_driver.append(run.driver)
+
+    second = body.run(config=first.config, world=first.world, resumption=resumption, faults=[stop], meanwhile=meanwhile)
+    assert second.stopped_at_once
+    assert versions(second) == [0, 1, 2]
+    assert len(second.outcomes.steps) == 2
+    assert [e.version for e in read_evaluations(first.config.run_dir)] == [0, 1, 2]
 
 
 def test_an_instance_pulls_after_its_evaluation_is_done(body: Body) -> None:
