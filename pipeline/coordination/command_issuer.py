@@ -47,8 +47,7 @@ class CommandIssuer:
     def consume_batch(self) -> None:
         """Consume the batch of the next step and train on it; if GPUs are shared, once all instances sleep."""
         batch = self._state.consume()
-        for member in batch.members:
-            self._decision_log.note(member, f"consumed by step {batch.step}")
+        self._decision_log.note_all(batch.members, f"consumed by step {batch.step}")
         for group in batch.groups:
             self._forecast.remove_group(group)
         self._pending_train = commands.Train(step=batch.step, trajectories=batch.members, versions=batch.versions)

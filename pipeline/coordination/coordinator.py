@@ -13,7 +13,6 @@ if that is not the latest, the answer is late and ignored. A reward counts if th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import assert_never
 
 from staleflow.pipeline.coordination import events
@@ -21,11 +20,10 @@ from staleflow.pipeline.coordination.command_issuer import CommandIssuer
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.decision_log import CoordinatorInspection, DecisionLog, format_sampled_tokens
 from staleflow.pipeline.coordination.evaluation_pinning import PinPlanner
-from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.moves import MovePlanner
 from staleflow.pipeline.coordination.phases import Phase, Transition
-from staleflow.pipeline.coordination.pulls import PullPlanner
+from staleflow.pipeline.coordination.pulls import choose_pulls
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.strategy_set import StrategySet
@@ -35,7 +33,7 @@ from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, parse_outcome_key
 
 MAX_ROUTES = 128
-"""Number of trajectories that one event may route, so that a full queue does not block the driver's event loop: about
+"""Number of trajectories that one event may route, so that a full queue does not hold up the driver's event loop: about
 6 ms with 1,024 instances."""
 
 
@@ -70,7 +68,6 @@ class Coordinator(CoordinatorInspection):
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
         self._pin_planner = PinPlanner(self._state, self._route_planner, strategies.evaluation_share)
-        self._pull_planner = PullPlanner(self._state, strategies.synchronization)
         self._move_planner = MovePlanner(
             self._state, strategies.migration, strategies.stragglers, forecast, strategies.step_costs
         )
@@ -100,8 +97,7 @@ class Coordinator(CoordinatorInspection):
                 case events.TrajectoryInterrupted():
                     self._on_interrupted(event)
                 case events.GroupsArrived():
-                    for member in self._state.add_groups(event.groups):
-                        self._decision_log.note(member, "arrived")
+                    self._decision_log.note_all(self._state.add_groups(event.groups), "arrived")
                 case events.Tick():
                     self._on_tick()
                 case events.RoutingContinued():
@@ -126,8 +122,8 @@ class Coordinator(CoordinatorInspection):
                 case events.RunResumed():
                     self._on_run_resumed(event)
                 case events.EvaluationRequested():
-                    for member in self._state.begin_evaluation(event.evaluation, event.groups):
-                        self._decision_log.note(member, f"arrived for evaluation {event.evaluation}")
+                    members = self._state.begin_evaluation(event.evaluation, event.groups)
+                    self._decision_log.note_all(members, f"arrived for evaluation {event.evaluation}")
                 case events.StopRequested():
                     self._on_stop_requested()
                 case _:
@@ -289,8 +285,9 @@ class Coordinator(CoordinatorInspection):
             self._consume_batch()
         self._issuer.train_pending()
         self._state.unpin_idle_instances()
-        if instances := self._state.pop_loads_changed():
-            self._pull(instances)
+        if candidates := self._state.pop_loads_changed():
+            for instance in choose_pulls(self._state, self._strategies.synchronization, candidates):
+                self._issuer.pull(instance)
         if self._state.pop_admission_changed():
             self._fetch_prompts()
         if not self._state.trainer_has_gpus and self._state.pop_routing_changed():
@@ -305,10 +302,6 @@ class Coordinator(CoordinatorInspection):
         if self._state.shares_gpus and self._state.evaluation is not None:
             return
         self._issuer.consume_batch()
-
-    def _pull(self, candidates: Iterable[Instance]) -> None:
-        for instance in self._pull_planner.choose_instances(candidates):
-            self._issuer.pull(instance)
 
     def _pin_instances(self) -> None:
         """Pin instances for the running evaluation; abandon it if no instance can finish it."""

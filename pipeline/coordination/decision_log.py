@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 
 from staleflow.pipeline.coordination import invariants
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted, TrajectorySampled
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.snapshot import Snapshot, explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
@@ -38,6 +38,11 @@ class DecisionLog:
         """Add a line to a trajectory's story."""
         if self._followed_trajectory is None or trajectory == self._followed_trajectory:
             self._notes.append((trajectory, self.now, self.cause, note))
+
+    def note_all(self, trajectories: Iterable[TrajectoryId], note: str) -> None:
+        """Add a line to the stories of several trajectories."""
+        followed = self._followed_trajectory
+        self._notes.extend((t, self.now, self.cause, note) for t in trajectories if followed is None or t == followed)
 
     def count_refusal(self, trajectory: TrajectoryId, reason: str, *, is_new: bool) -> None:
         """Count a refusal to route a trajectory. is_new: whether its previous refusal had another reason; only then it
@@ -72,6 +77,8 @@ class CoordinatorInspection:
     def __init__(self, state: CoordinatorState, forecast: LengthForecast, decision_log: DecisionLog) -> None:
         self.ledger = state.ledger
         self.forecast = forecast
+        self.mixture = state.mixture
+        """The mixture of task sources; None if the run has one source and draws its tasks in order."""
         self._state = state
         self._decision_log = decision_log
 
@@ -79,11 +86,6 @@ class CoordinatorInspection:
     def finished(self) -> bool:
         """Whether all planned steps are trained and published, and no evaluation is running."""
         return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
-
-    @property
-    def mixture(self) -> Mixture | None:
-        """The mixture of task sources; None if the run has one source and draws its tasks in order."""
-        return self._state.mixture
 
     @property
     def is_training(self) -> bool:
@@ -123,7 +125,7 @@ class CoordinatorInspection:
         return explain_waiting(self._state, limit)
 
     def snapshot(self) -> Snapshot:
-        """The run as it is now. O(live trajectories + groups + instances)."""
+        """The run as it is now. O(instances)."""
         return take_snapshot(self._state, self._decision_log.refusals)
 
     def validate(self) -> None:

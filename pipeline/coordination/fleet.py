@@ -7,6 +7,7 @@ methods of `Fleet` change both, together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -55,9 +56,8 @@ class Fleet:
         self.serves_many_versions = serves_many_versions
         self._by_id: dict[InstanceId, Instance] = {}
         self._instances: list[Instance] = []
-        self._numbers = np.zeros((5, 8))
-        """Running trajectories, KV tokens, version, KV capacity and most running trajectories; a column per instance,
-        some of them unused."""
+        self._numbers = np.zeros((6, 8))
+        """Of each instance a column with what `_column` says; some columns are unused."""
         self._distinct_versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
@@ -102,24 +102,20 @@ class Fleet:
         """Mask of the instances that serve at least this version and have room for a trajectory of this size, even
         after their running ones have grown to a typical length; otherwise some would be preempted. An empty instance
         has room for any trajectory."""
-        count = len(self._instances)
-        running, used_kv_tokens, version, kv_capacity, max_running = self._numbers[:, :count]
-        needed_kv_tokens = np.maximum(used_kv_tokens + kv_tokens, (running + 1) * typical_kv_tokens)
-        fits: BoolArray = (
-            (version >= min_version) & (running < max_running) & ((needed_kv_tokens <= kv_capacity) | (running == 0))
-        )
+        _, _, version, free_kv_tokens, num_after, kv_capacity = self._numbers[:, : len(self._instances)]
+        fits: BoolArray = (version >= min_version) & (free_kv_tokens >= kv_tokens)
+        if typical_kv_tokens:
+            fits &= num_after * typical_kv_tokens <= kv_capacity
         return fits
 
     def refusal_reason(self, kv_tokens: int, min_version: int) -> str:
         """The reason why no instance fits a trajectory."""
-        count = len(self._instances)
-        if not count:
+        if not self._instances:
             return "no instance"
-        running, _, version, _, max_running = self._numbers[:, :count]
-        is_new_enough = version >= min_version
+        is_new_enough = self.served_versions >= min_version
         if not is_new_enough.any():
             return "version too old"
-        if not (is_new_enough & (running < max_running)).any():
+        if not (is_new_enough & (self._numbers[3, : len(self._instances)] > -math.inf)).any():
             return "concurrency cap"
         return "KV memory"
 
@@ -130,10 +126,7 @@ class Fleet:
         for index, instance in enumerate(self._instances):
             if instance.index != index:
                 raise ProtocolViolation(f"{instance.id} has index {index}, not {instance.index}")
-            expected_numbers = (
-                instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity, instance.max_running,
-            )  # fmt: skip
-            if expected_numbers != tuple(self._numbers[:, index]):
+            if (expected_numbers := _column(instance)) != tuple(self._numbers[:, index]):
                 raise ProtocolViolation(
                     f"{instance.id} has {expected_numbers}, but the arrays have {tuple(self._numbers[:, index])}"
                 )
@@ -169,14 +162,13 @@ class Fleet:
         self._instances.append(instance)
         self._by_id[instance_id] = instance
         self._distinct_versions = None
-        self._numbers[3:, instance.index] = kv_capacity, max_running
         self._update(instance)
         return instance
 
     def drain(self, instance: Instance) -> None:
         """Exclude an instance from routing."""
         instance.max_running = 0
-        self._numbers[4, instance.index] = 0
+        self._update(instance)
 
     def remove_instance(self, instance: Instance) -> None:
         """Remove an instance that runs nothing any more. The last instance takes its index."""
@@ -239,7 +231,15 @@ class Fleet:
 
     def _update(self, instance: Instance) -> None:
         """Copy an instance's numbers into the arrays."""
-        numbers, index = self._numbers, instance.index
-        numbers[0, index] = len(instance.trajectories)  # one by one: assigning a slice takes three times as long
-        numbers[1, index] = instance.kv_tokens
-        numbers[2, index] = instance.version
+        self._numbers[:, instance.index] = _column(instance)
+
+
+def _column(instance: Instance) -> tuple[float, ...]:
+    """Running trajectories, KV tokens, version, KV tokens of the longest trajectory that it has room for, running
+    trajectories after one more if they all have to fit, and KV capacity. An empty instance has room for any."""
+    running = len(instance.trajectories)
+    free_kv_tokens = instance.kv_capacity - instance.kv_tokens if running else math.inf
+    if running >= instance.max_running:
+        free_kv_tokens = -math.inf
+    num_after = running + 1 if running else 0
+    return running, instance.kv_tokens, instance.version, free_kv_tokens, num_after, instance.kv_capacity

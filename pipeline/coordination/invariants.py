@@ -27,6 +27,9 @@ def validate(state: CoordinatorState) -> None:
     for trajectory in state.live_trajectories.values():
         _validate_trajectory(state, trajectory)
     _validate_instances(state)
+    num_in_phase = Counter(trajectory.phase for trajectory in state.live_trajectories.values())
+    if any(num_in_phase[phase] != state.num_in_phase[phase] for phase in Phase if phase is not Phase.ENDED):
+        raise ProtocolViolation(f"trajectories by phase are {num_in_phase}, but {state.num_in_phase} are counted")
     unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is EntryState.QUEUED}
     if unreserved_groups != state.unreserved_groups:
         raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved_groups ^ state.unreserved_groups)[:10]}")

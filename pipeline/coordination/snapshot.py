@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
@@ -56,14 +55,10 @@ class Snapshot:
 
 
 def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot:
-    """Build a snapshot of the current state. O(live trajectories + groups + instances)."""
-    phases = dict.fromkeys(Phase, 0)
-    for trajectory in state.live_trajectories.values():
-        phases[trajectory.phase] += not trajectory.is_evaluation
-    ledger = state.ledger
-    ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
-    for entry in ledger.live_groups.values():
-        ages[entry.state].append(ledger.version - entry.version)
+    """Build a snapshot of the current state. O(instances + evaluation trajectories)."""
+    ledger, phases = state.ledger, state.num_in_phase.copy()
+    for member in () if state.evaluation is None else state.evaluation.members:
+        phases[state.live_trajectories[member].phase] -= 1
     return Snapshot(
         version=ledger.version,
         next_step=ledger.next_step,
@@ -78,8 +73,8 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
             fate.value if reason is AbortReason.NONE else outcome_key(fate, reason): n
             for (fate, reason), n in ledger.num_ended.items()
         },
-        staleness_in_flight=_mean(ages[EntryState.RESERVED]),
-        staleness_in_queue=_mean(ages[EntryState.OCCUPIED]),
+        staleness_in_flight=ledger.mean_lag(EntryState.RESERVED),
+        staleness_in_queue=ledger.mean_lag(EntryState.OCCUPIED),
         buffers=ledger.view(),
         instances=tuple(
             InstanceView(
@@ -126,7 +121,3 @@ def explain_waiting(state: CoordinatorState, limit: int) -> str:
         for t in oldest
     ]
     return "\n  ".join([head, *lines])
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -10,7 +10,9 @@ The state is speculative: commands count as executed when they are issued.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from staleflow.pipeline.coordination.evaluations import Evaluations, RunningEvaluation
 from staleflow.pipeline.coordination.fleet import Fleet, Instance
@@ -54,6 +56,8 @@ class CoordinatorState(ReplanFlags):
         self.fleet = Fleet(serves_many_versions=serves_many_versions)
         super().__init__(self.fleet)
         self.live_trajectories: dict[TrajectoryId, LiveTrajectory] = {}
+        self.num_in_phase: Counter[Phase] = Counter()
+        """Number of trajectories in each phase, and of those that have ended."""
         self.queue = WorkQueue()
         self.ledger = ledger
         self.mixture = mixture
@@ -149,8 +153,7 @@ class CoordinatorState(ReplanFlags):
                 trajectory = LiveTrajectory(
                     id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since=self.now
                 )
-                self.live_trajectories[member] = trajectory
-                self._enqueue(trajectory)
+                self._add(trajectory)
             trajectory_ids += members
         self._routing_changed = True
         return trajectory_ids
@@ -167,11 +170,9 @@ class CoordinatorState(ReplanFlags):
         if self.ledger.live_groups[group.group].state is EntryState.QUEUED:
             self.unreserved_groups.add(group.group)
         for trajectory in restore_members(group, sampled_phase, self.now):
-            self.live_trajectories[trajectory.id] = trajectory
+            self._add(trajectory)
             if trajectory.phase is Phase.DONE:
                 is_complete = self.ledger.complete(trajectory.group, trajectory.id)
-            elif trajectory.phase is Phase.QUEUED:
-                self._enqueue(trajectory)
         self._batch_changed = self._admission_changed = self._routing_changed = True
         return is_complete
 
@@ -200,16 +201,16 @@ class CoordinatorState(ReplanFlags):
         if self.mixture is not None:
             self.mixture.count_trained(consumption.groups)
         self.truncations.count_consumed(len(consumption.members))
-        versions = tuple(self.live_trajectories[member].v_traj for member in consumption.members)
-        for member in consumption.members:
-            trajectory = self.live_trajectories.pop(member)
-            trajectory.phase = next_phase(trajectory.phase, Transition.CONSUMED)
+        trajectories = list(map(self.live_trajectories.pop, consumption.members))
+        for phase, count in Counter(map(attrgetter("phase"), trajectories)).items():
+            self.num_in_phase[phase] -= count
+            self.num_in_phase[next_phase(phase, Transition.CONSUMED)] += count
         self._admission_changed = self._routing_changed = True
         return TrainBatch(
             step=consumption.step,
             groups=consumption.groups,
             members=consumption.members,
-            versions=versions,
+            versions=tuple(map(attrgetter("v_traj"), trajectories)),
             surplus=self._remove_ended(consumption.surplus),
         )
 
@@ -219,8 +220,7 @@ class CoordinatorState(ReplanFlags):
         """Queue the trajectories of an evaluation. Returns their ids."""
         trajectories = self._evaluations.begin(number, groups, self.ledger.oversampled_group_size, self.now)
         for trajectory in trajectories:
-            self.live_trajectories[trajectory.id] = trajectory
-            self._enqueue(trajectory)
+            self._add(trajectory)
         self._routing_changed = True
         return [trajectory.id for trajectory in trajectories]
 
@@ -237,8 +237,8 @@ class CoordinatorState(ReplanFlags):
         the last."""
         is_queued = trajectory.phase is Phase.QUEUED
         if is_queued:
-            trajectory.phase = next_phase(trajectory.phase, Transition.DISCARDED)
             self.queue.remove(trajectory, trajectory.queue_level)
+        self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.DISCARDED))
         del self.live_trajectories[trajectory.id]
         return self._evaluations.end_trajectory(trajectory, has_score=not is_queued)
 
@@ -448,7 +448,15 @@ class CoordinatorState(ReplanFlags):
 
     # -- internal ----------------------------------------------------------------------------------------------
 
+    def _add(self, trajectory: LiveTrajectory) -> None:
+        self.live_trajectories[trajectory.id] = trajectory
+        self.num_in_phase[trajectory.phase] += 1
+        if trajectory.phase is Phase.QUEUED:
+            self._enqueue(trajectory)
+
     def _enter_phase(self, trajectory: LiveTrajectory, phase: Phase) -> None:
+        self.num_in_phase[trajectory.phase] -= 1
+        self.num_in_phase[phase] += 1
         trajectory.phase, trajectory.phase_since = phase, self.now
 
     def _enqueue(self, trajectory: LiveTrajectory) -> None:
@@ -526,7 +534,7 @@ class CoordinatorState(ReplanFlags):
                 self._leave_instance(trajectory)
             self._finish_move(trajectory)
             self.unreserved_groups.discard(trajectory.group)
-            trajectory.phase = phase
+            self._enter_phase(trajectory, phase)
         if discarded_trajectories:  # a step may have waited for one of them
             self._batch_changed = self._admission_changed = self._routing_changed = True
         return tuple(discarded_trajectories)

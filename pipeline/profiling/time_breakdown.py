@@ -8,7 +8,7 @@ the coordinator's: those of the cost model in a simulated or emulated run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.profiling.fit import CostModelFit
@@ -231,7 +231,7 @@ class TimeTracker:
                 self._training = True
                 for trajectory in command.trajectories:
                     self._cached_turns.pop(trajectory, None)
-                    self._remove_group(GroupId(trajectory // self._group_size))
+                self._remove_groups({GroupId(trajectory // self._group_size) for trajectory in command.trajectories})
             case commands.Discard():
                 for ending in command.endings:
                     self._discard(ending)
@@ -240,17 +240,18 @@ class TimeTracker:
                     del self._prompt_tokens[group]
                     self._remove(TrajectoryId(group * self._group_size))
 
-    def _remove_group(self, group: GroupId) -> None:
-        """Remove a group that was trained, or of which all trajectories were discarded."""
-        self._prompt_tokens.pop(group, None)
-        self._num_live.pop(group, None)
+    def _remove_groups(self, groups: Collection[GroupId]) -> None:
+        """Remove groups that were trained, or of which all trajectories were discarded."""
+        for group in groups:
+            self._prompt_tokens.pop(group, None)
+            self._num_live.pop(group, None)
 
     def _discard(self, ending: Ending) -> None:
         self._remove(ending.trajectory)
         if ending.group in self._num_live:
             self._num_live[ending.group] -= 1
             if not self._num_live[ending.group]:
-                self._remove_group(ending.group)
+                self._remove_groups([ending.group])
 
     def _remove(self, trajectory: TrajectoryId) -> None:
         """Remove a discarded trajectory."""

@@ -33,7 +33,6 @@ True
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from staleflow.stores.errors import ProtocolViolation
@@ -109,7 +108,8 @@ class StalenessLedger:
         if deadline < self.next_step:
             return 0
         num_free = (
-            num_unreserved if num_unfilled > 0 else 0 for _, num_unreserved, num_unfilled in self._slack(deadline)
+            num_unreserved if num_unfilled > 0 else 0
+            for _, num_unreserved, num_unfilled in self._slack(deadline, self._last_deadline())
         )
         return max(0, min(num_free, default=0))
 
@@ -127,7 +127,7 @@ class StalenessLedger:
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # except for the groups that were started in excess.
         allowance = self.oversampled_groups - self.groups_per_step
-        for step, num_due, num_finished in self._due_counts(self.next_step):
+        for step, num_due, num_finished in self._due_counts(self.next_step, self._last_deadline()):
             num_left = num_due - min(self.groups_per_step, num_finished)
             if num_left > self.oversampled_groups * (step - self.next_step) + allowance:
                 return False
@@ -147,6 +147,12 @@ class StalenessLedger:
     def num_occupied(self) -> int:
         """Number of finished groups that wait to be trained on."""
         return sum(map(len, self._occupied.values()))
+
+    def mean_lag(self, state: EntryState) -> float:
+        """Mean of published version - version over the groups in a state, RESERVED or OCCUPIED; 0 if none."""
+        index = self._reserved if state is EntryState.RESERVED else self._occupied
+        lags = sum((self.version - version) * len(groups) for version, groups in index.items())
+        return lags / max(1, sum(map(len, index.values())))
 
     def view(self) -> tuple[BufferView, ...]:
         """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
@@ -332,7 +338,7 @@ class StalenessLedger:
         self._validate_membership()
         self._validate_counts()
         is_strict = self._reservations_per_step == self.groups_per_step
-        for step, num_due, num_finished in self._due_counts(min(self.next_step, self.version)):
+        for step, num_due, num_finished in self._due_counts(min(self.next_step, self.version), self._last_deadline()):
             num_entries = self.groups_per_step * max(0, step - self.next_step + 1)
             if num_finished > num_entries or (is_strict and num_due > num_entries):
                 raise ProtocolViolation(
@@ -404,23 +410,23 @@ class StalenessLedger:
             return (PolicyVersion(v) for v in range(max(0, first), self.version + 1))
         return (PolicyVersion(first),)
 
-    def _due_counts(self, first: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `first` to the last deadline: (step, number of groups with a reservation due by it, number
-        of finished ones among them). No live group is due before `first`."""
+    def _due_counts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `first` to `last`: (step, number of groups with a reservation due by it, number of
+        finished ones among them). No live group is due before `first`."""
         num_due = num_finished = 0
-        for step in range(first, self._last_deadline() + 1):
+        for step in range(first, last + 1):
             for version in self._due_versions(step):
                 num_occupied = len(self._occupied.get(version, ()))
                 num_finished += num_occupied
                 num_due += num_occupied + len(self._reserved.get(version, ()))
             yield step, num_due, num_finished
 
-    def _slack(self, deadline: int) -> Iterator[tuple[int, int, int]]:
-        """For each step from `deadline` to the last deadline: (step, number of further groups due by then that can
-        reserve an entry, number of entries that finished work leaves). The two numbers differ only with redundancy,
-        which reserves more entries than there are."""
-        for step, num_due, num_finished in self._due_counts(self.next_step):
-            if step >= deadline:
+    def _slack(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `first` to `last`: (step, number of further groups due by then that can reserve an entry,
+        number of entries that finished work leaves). The two numbers differ only with redundancy, which reserves more
+        entries than there are."""
+        for step, num_due, num_finished in self._due_counts(self.next_step, last):
+            if step >= first:
                 num_steps = step - self.next_step + 1
                 yield (
                     step,
@@ -436,9 +442,9 @@ class StalenessLedger:
         deadline = self.deadline(version)
         if deadline < self.next_step:
             return f"it would have to be trained on by step {deadline}, the next is {self.next_step}"
-        for step, num_unreserved, num_unfilled in itertools.takewhile(
-            lambda slack: slack[0] <= last_step, self._slack(deadline)
-        ):
+        if last_step < deadline:  # as for a member of a group whose reservation is at least as old
+            return None
+        for step, num_unreserved, num_unfilled in self._slack(deadline, last_step):
             if num_unreserved <= 0:
                 num_reserved = self.oversampled_groups * (step - self.next_step + 1) - num_unreserved
                 return (
@@ -491,8 +497,9 @@ class StalenessLedger:
         endings: list[Ending] = []
         oldest_due = self.deadline(min(self._reserved, default=self.version))
         num_free = UNLIMITED
+        due_counts = list(self._due_counts(min(oldest_due, self.next_step), self._last_deadline()))
         # From the latest deadline down: a group can use an entry only if one is free at its deadline and at all later.
-        for step, _, num_finished in reversed(list(self._due_counts(min(oldest_due, self.next_step)))):
+        for step, _, num_finished in reversed(due_counts):
             num_free = min(num_free, self.groups_per_step * max(0, step - self.next_step + 1) - num_finished)
             if num_free <= 0:
                 reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP

@@ -146,6 +146,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "waiting in another level": (wrong_level, "queued and waiting differ"),
     "waiting in two levels": (queue_twice, "queued and waiting differ"),
     "level forgotten": (lambda s: setattr(live(s, 6), "queue_level", 0), "queued and waiting differ"),
+    "phase not counted": (lambda s: s.num_in_phase.update([Phase.SCORING]), "by phase"),
     "training without a batch": (lambda s: setattr(s, "is_training", True), "training is True"),
 }
 
@@ -284,17 +285,18 @@ def test_a_new_state_has_zero_times() -> None:
 
 
 def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
-    """Trajectories 0 to 2 are next to be trained, 3 is done, 4 is scored, 6 runs; three versions were published
-    since."""
+    """Trajectories 0 to 2 are next to be trained, 3 is done, 4 is scored, 6 runs at version 1; three versions were
+    published."""
     state = busy_state()
-    for member in (4, 6):
-        send(state, member)
+    send(state, 4)
+    state.ledger.version = PolicyVersion(1)
+    state.start_pull(state.fleet[1])
+    send(state, 6, 1)
     for member in (0, 1, 4):
         state.finish_sampling(live(state, member), 20)
     assert [state.record_reward(live(state, member), 0.0) for member in (0, 1, 2)] == [False, False, True]
     state.occupy(GroupId(0))
     state.ledger.version = PolicyVersion(3)
-    state.ledger.live_groups[GroupId(1)].version = PolicyVersion(1)
     view = take_snapshot(state, {"KV memory": 2})
     phases = (view.num_queued, view.num_running, view.num_acting, view.num_scoring)
     assert phases == (3, 1, 0, 1)
