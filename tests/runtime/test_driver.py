@@ -7,8 +7,10 @@ journal that replays to the same commands.
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 import time
+import weakref
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,13 @@ import pytest
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Discard
-from staleflow.pipeline.coordination.events import GroupsArrived, RoutingContinued, TrajectoryScored, VersionPublished
+from staleflow.pipeline.coordination.events import (
+    GroupsArrived,
+    RoutingContinued,
+    Tick,
+    TrajectoryScored,
+    VersionPublished,
+)
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
@@ -84,6 +92,43 @@ def test_many_groups_arrive_in_several_events(body: Body) -> None:
     arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
     assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
     assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
+
+
+def test_other_calls_run_between_two_events(body: Body) -> None:
+    nums_queued: list[int] = []
+
+    async def count_queued(run: Run) -> None:
+        await until(run, lambda: run.driver.is_training)
+        for _ in range(20):
+            run.driver._inbox.put_nowait(Tick())
+        while not run.driver._inbox.empty():
+            nums_queued.append(run.driver._inbox.qsize())
+            await asyncio.sleep(0)
+
+    body.checked_run(meanwhile=count_queued)
+    assert len(nums_queued) >= 20
+    assert all(first - second <= 1 for first, second in pairwise(nums_queued))
+
+
+@pytest.mark.parametrize("num_ticks", [2, 7200])
+def test_garbage_older_than_a_tick_is_collected_once_an_hour(
+    body: Body, monkeypatch: pytest.MonkeyPatch, num_ticks: int
+) -> None:
+    monkeypatch.setattr(driver, "TICKS_PER_FULL_COLLECTION", num_ticks)
+    are_collected: list[bool] = []
+
+    async def drop_cycle(run: Run) -> None:
+        await until(run, lambda: run.driver.is_training)
+        cycle: Any = World()
+        cycle.itself, reference = cycle, weakref.ref(cycle)
+        await asyncio.sleep(1.5 * driver.TICK_S)
+        del cycle
+        await asyncio.sleep(2 * driver.TICK_S)
+        are_collected.append(reference() is None)
+
+    body.checked_run("steps=10", meanwhile=drop_cycle)
+    assert are_collected == [num_ticks == 2]
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_migrated_trajectory_continues_from_its_tokens_on_another_instance(body: Body) -> None:
