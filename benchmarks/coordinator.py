@@ -1,169 +1,182 @@
-"""What a decision costs: the coordinator's processor time per event and per tick, by instances and live trajectories.
+"""What decisions cost, and how long a driver holds up its event loop: processor time, by instances and trajectories.
 
     python benchmarks/coordinator.py
 
-The most expensive strategies are on: staggered pulls and migration. A tick decides over the
-whole fleet; a round of reports is what one tick hears from all instances before that. The longest calls are those
-while all trajectories arrive at once, and afterwards; Python's garbage collector is off, and the time of a full
-collection is printed beside them.
+Driver, coordinator, journal and measurements are real; their actors answer at once. Migration is on. The parts: all
+trajectories arrive and are routed; all instances report at once; the responses of a step arrive, and its batch is
+consumed; its version is published, all instances pull it, and new groups take the places of the batch. A call ends
+when the event loop can run others; Python's garbage collections count. Replaying the journal afterwards must give the
+same commands.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import asyncio
 import random
 import statistics
+import tempfile
 import time
-from typing import Any
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from staleflow.pipeline.config import factories, loading
-from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Route
-from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.events import (
-    Event,
-    GroupsArrived,
-    InstanceJoined,
-    InstanceReported,
-    RoutingContinued,
-    Tick,
-    TrajectorySampled,
-    TrajectoryScored,
-    VersionPublished,
-)
-from staleflow.pipeline.runtime.driver import GROUPS_PER_EVENT
+from staleflow.pipeline.coordination import commands, events, journal
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.processes.worker_protocol import PlacedActor
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.actors.trainer import PublishedStep
 
-SIZES = ((16, 1_024), (128, 8_192), (1_024, 65_536), (4_096, 262_144))
-KINDS = ("GroupsArrived", "InstanceReported", "TrajectorySampled", "TrajectoryScored", "VersionPublished", "Tick")
+SIZES = ((16, 1_024), (1_024, 65_536), (4_096, 262_144))
+GROUP_SIZE = 8
 
 
 class Bench:
-    """Keeps `live` trajectories in flight and times every call."""
+    """A driver of `instances` instances and `live` trajectories in flight, and the times of its event-loop calls.
+    Create it inside the event loop."""
 
-    def __init__(self, instances: int, live: int) -> None:
-        tree: dict[str, Any] = {
-            "steps": 10_000,
-            "batch": {"groups_per_step": live // 32, "group_size": 8},
+    def __init__(self, instances: int, live: int, folder: Path) -> None:
+        self.config = loading.from_tree({
+            "name": "bench", "runs_dir": str(folder), "steps": 10_000,
+            "batch": {"groups_per_step": live // 4 // GROUP_SIZE, "group_size": GROUP_SIZE},
             "staleness": {"eta": 3},
             "rollout": {
                 "instances": instances, "max_new_tokens": 4000,
                 "migration": "largest_gain", "engine": {"name": "emulated", "max_running": 64, "kv_tokens": 10**6},
             },
-        }  # fmt: skip
-        self.coordinator: Coordinator = factories.make_coordinator(loading.from_tree(tree))
+        })  # fmt: skip
         self.rng = random.Random(0)
-        self.now = 0.0
-        self.seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        self.routes: dict[TrajectoryId, Route] = {}
-        self.next_group = 0
-        self.drawn = 0
-        for i in range(instances):
-            self.tell(
-                InstanceJoined(
-                    instance=InstanceId(f"i{i}"), version=PolicyVersion(0), kv_capacity=10**6, max_running=64
-                )
-            )
+        self.routes: dict[TrajectoryId, commands.Route] = {}
+        self.calls: list[tuple[float, str]] = []
+        self.decision_us: dict[str, list[float]] = defaultdict(list)
+        workers, facts = SimpleNamespace(placed={}), SimpleNamespace(nonce="", context_length=None)
+        actors: Any = Actors(self.config, workers, folder, facts)  # type: ignore[arg-type]  # no process is started
+        self.driver = cast(Any, Driver(self.config, actors, folder, RunListener()))
+        self.driver._commit_queue.put = self.driver._score_queue.put = lambda *_: None  # nobody waits for them
+        actors.ask, actors.train, actors.prune, actors.publish = self.draw, self.train, self.prune, lambda _: None
+        self.handle, self.driver._coordinator.handle = self.driver._coordinator.handle, self.time_decision
+        self.instances: dict[InstanceId, InstanceHandle] = actors.instances
+        self.is_trained = asyncio.Event()
 
-    def tell(self, event: Event) -> list[Command]:
-        """Handle an event, and route all that it leaves in the queue."""
-        commands = self.handle(event)
-        while self.coordinator.has_more_routes:
-            commands += self.handle(RoutingContinued())
-        return commands
+    def time_decision(self, event: events.Event, now: float) -> list[commands.Command]:
+        begin_s = time.thread_time()
+        new_commands: list[commands.Command] = self.handle(event, now)
+        self.decision_us[type(event).__name__].append((time.thread_time() - begin_s) * 1e6)
+        return new_commands
 
-    def handle(self, event: Event) -> list[Command]:
-        self.now += 0.001
-        begin = time.thread_time()
-        commands = self.coordinator.handle(event, self.now)
-        self.seconds.setdefault(type(event).__name__, []).append(time.thread_time() - begin)
-        for command in commands:
-            if isinstance(command, Route):
-                self.routes[command.trajectory] = command
-            elif isinstance(command, FetchPrompts):
-                self.drawn += command.num_groups
-        return commands
+    async def draw(self, _: str, __: str, first: int, count: int, ___: object) -> list[NewGroup]:
+        groups = range(first, first + count)
+        return [NewGroup(group=GroupId(g), prompt_tokens=self.rng.randint(100, 900)) for g in groups]
 
-    def arrive(self) -> None:
-        groups = range(self.next_group, self.next_group + self.drawn)
-        self.next_group, self.drawn = groups.stop, 0
-        for first in range(groups.start, groups.stop, GROUPS_PER_EVENT):
-            arrived = groups[first - groups.start :][:GROUPS_PER_EVENT]
-            self.tell(GroupsArrived(groups=tuple(NewGroup(group=GroupId(g), prompt_tokens=500) for g in arrived)))
+    async def train(self, step: int, *_: object) -> PublishedStep:
+        await self.is_trained.wait()
+        metrics = {"train_s": 1.0, "publish_s": 0.0}
+        return PublishedStep(version=PolicyVersion(step + 1), metrics=metrics, fingerprint="", path="")
 
-    def finish(self, count: int) -> None:
-        """Sample and score this many random trajectories, and train when a batch is there."""
-        self.finish_these(self.rng.sample(sorted(self.routes), min(count, len(self.routes))))
+    async def prune(self, _: object) -> None:
+        pass
 
-    def train_step(self) -> None:
-        """Finish the oldest groups until one more step is trained."""
-        version = self.coordinator.ledger.version
-        while self.coordinator.ledger.version == version:
-            self.finish_these(sorted(self.routes)[:1000])
+    def send(self, *new_events: events.Event) -> None:
+        for event in new_events:
+            self.driver._inbox.put_nowait(event)
 
-    def finish_these(self, trajectories: list[TrajectoryId]) -> None:
-        for trajectory in trajectories:
-            route = self.routes.pop(trajectory)
-            tokens = min(3999, int(self.rng.lognormvariate(6.5, 0.8)) + 1)
-            self.tell(TrajectorySampled(trajectory=trajectory, route_number=route.route_number, tokens=tokens))
-            self.tell(TrajectoryScored(trajectory=trajectory, reward=1.0))
-            if self.coordinator.is_training:
-                self.now += 20.0
-                self.tell(VersionPublished(version=PolicyVersion(self.coordinator.ledger.version + 1)))
-            if self.drawn:
-                self.arrive()
+    async def settle(self) -> None:
+        """Do what the instances are sent, until nothing more is."""
+        num_quiet = 0
+        while num_quiet < 3:
+            await asyncio.sleep(0.02)
+            num_quiet += self.driver._inbox.empty() and not self.driver._coordinator.has_more_routes
+            for instance in self.instances.values():
+                while not instance.outbox.empty():
+                    num_quiet = 0
+                    match command := instance.outbox.get_nowait():
+                        case commands.Route():
+                            self.routes[command.trajectory] = command
+                        case commands.Pull():
+                            self.send(events.PullFinished(instance=command.instance, version=command.version))
 
-    def longest_s(self) -> float:
-        """Seconds of the longest call so far."""
-        return max(s for seconds in self.seconds.values() for s in seconds)
-
-    def report(self) -> float:
-        """A round of reports from all instances; seconds of it."""
-        by_instance: dict[InstanceId, list[tuple[TrajectoryId, int]]] = {}
+    async def measure(self) -> None:
+        loop = [asyncio.ensure_future(self.driver._main_loop()), asyncio.ensure_future(self.driver._tick())]
+        for i in range(self.config.rollout.instances):
+            name = InstanceId(f"i{i}")
+            self.instances[name] = InstanceHandle(PlacedActor(name, "rollout", "", "", "", None, None), i)
+            self.send(events.InstanceJoined(instance=name, version=PolicyVersion(0), kv_capacity=10**6, max_running=64))
+        await self.settle()
+        self.show("first fill", len(self.routes))
+        progress: dict[InstanceId, list[tuple[TrajectoryId, int]]] = {name: [] for name in self.instances}
         for trajectory, route in self.routes.items():
-            by_instance.setdefault(route.instance, []).append((trajectory, self.rng.randint(1, 1500)))
-        before = sum(self.seconds["InstanceReported"])
-        for instance, progress in by_instance.items():
-            self.tell(InstanceReported(instance=instance, progress=tuple(progress)))
-        return sum(self.seconds["InstanceReported"]) - before
+            progress[route.instance].append((trajectory, self.rng.randint(1, 1500)))
+        self.send(*(events.InstanceReported(instance=i, progress=tuple(p)) for i, p in progress.items()))
+        await self.settle()
+        self.show("reports", len(self.routes))
+        batch = sorted(self.routes)[: self.config.batch.groups_per_step * GROUP_SIZE]
+        for trajectory in batch:
+            number, tokens = self.routes.pop(trajectory).route_number, self.rng.randint(100, 3000)
+            self.send(events.TrajectorySampled(trajectory=trajectory, route_number=number, tokens=tokens))
+            self.send(events.TrajectoryScored(trajectory=trajectory, reward=1.0))
+        await self.settle()
+        self.show("responses", len(batch))
+        num_running = len(self.routes)
+        self.is_trained.set()
+        await self.settle()
+        self.show("burst", len(self.routes) - num_running)
+        for task in loop:
+            task.cancel()
+        await asyncio.wait(loop)
+        self.driver._journal.close()
+
+    def time_calls(self, run_handle: Any) -> Any:
+        """Wrap Handle._run, which makes an event loop's calls, to time those of the driver."""
+
+        def run(handle: Any) -> None:
+            task = getattr(handle._callback, "__self__", None)
+            name = getattr(task.get_coro() if isinstance(task, asyncio.Task) else None, "__qualname__", "")
+            begin_s = time.thread_time()
+            run_handle(handle)
+            if name.startswith("Driver."):
+                self.calls.append((time.thread_time() - begin_s, name.removeprefix("Driver.")))
+
+        return run
+
+    def show(self, part: str, num_trajectories: int) -> None:
+        calls, self.calls = sorted(self.calls, reverse=True), []
+        total_us = sum(seconds for seconds, _ in calls) * 1e6
+        longest = ", ".join(f"{seconds * 1e3:.1f} {name}" for seconds, name in calls[:3])
+        print(
+            f"{len(self.instances):9} {part:11}{num_trajectories:8}{len(calls):8}{total_us / num_trajectories:10.0f}"
+            f"{total_us / len(self.instances):10.0f}  {longest}",
+            flush=True,
+        )
+
+
+async def run(instances: int, live: int, folder: Path) -> None:
+    bench, run_handle = Bench(instances, live, folder), asyncio.Handle._run
+    asyncio.Handle._run = bench.time_calls(run_handle)  # type: ignore[method-assign]
+    await bench.measure()
+    asyncio.Handle._run = run_handle  # type: ignore[method-assign]
+    medians = {name: statistics.median(values) for name, values in bench.decision_us.items()}
+    print("us of a decision, median: " + ", ".join(f"{name} {median:.0f}" for name, median in medians.items()))
+    entries = journal.JournalReader(folder / "events.jsonl")
+    replayed = journal.replay(factories.make_coordinator(bench.config), entries)
+    print(f"replayed: {replayed.num_events} events, {replayed.difference or 'the same commands'}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=4000, help="finished trajectories that are timed")
     parser.add_argument("--quick", action="store_true", help="the smallest size")
+    parser.add_argument("--instances", type=int, help="only the size with so many instances")
     args = parser.parse_args()
-    print(
-        f"{'instances':>9} {'live':>7}  "
-        + "".join(f"{k:>19}" for k in KINDS)
-        + f"{'round of reports':>19}   (median us); longest call of the first fill and of a step, and a collection (ms)"
-    )
+    print("instances part      trajectories calls us a trajectory  an instance  longest calls (ms)")
     for instances, live in SIZES[:1] if args.quick else SIZES:
-        gc.collect()
-        gc.disable()
-        bench = Bench(instances, live)
-        bench.arrive()
-        longest = [bench.longest_s()]
-        bench.finish(min(1000, live // 4))  # lengths are known from here on
-        bench.seconds = {kind: [] for kind in KINDS}
-        rounds = []
-        for _ in range(20):
-            bench.finish(min(args.events // 20, live // 32))
-            rounds.append(bench.report())
-            bench.now += 2.0
-            bench.tell(Tick())
-        medians = [statistics.median(bench.seconds[k]) * 1e6 if bench.seconds[k] else float("nan") for k in KINDS]
-        num_live = bench.coordinator.ledger.num_live
-        bench.seconds = {}
-        bench.train_step()
-        longest.append(bench.longest_s())
-        begin = time.thread_time()
-        gc.collect()
-        longest.append(time.thread_time() - begin)
-        gc.enable()
-        line = "".join(f"{m:19,.0f}" for m in [*medians, statistics.median(rounds) * 1e6])
-        print(f"{instances:9} {num_live:7}  {line}   " + "".join(f"{s * 1e3:8.1f}" for s in longest), flush=True)
+        if args.instances in (None, instances):
+            with tempfile.TemporaryDirectory() as folder:
+                asyncio.run(run(instances, live, Path(folder)))
 
 
 if __name__ == "__main__":
