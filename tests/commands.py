@@ -24,3 +24,10 @@ def command(*args: str | int | Path) -> subprocess.CompletedProcess[str]:
     finally:
         sys.argv = before
     return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
+
+
+def error_line(*args: str | int | Path) -> str:
+    """Run `staleflow ARGS`, which must be rejected with exit code 2, one line and no output; returns the line."""
+    answer = command(*args)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), (args, answer)
+    return answer.stderr

@@ -14,7 +14,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.sources.task_sources import make_reward, make_source
-from tests.commands import command
+from tests.commands import command, error_line
 
 MODULE = """
 from staleflow.tasks.settings.source_kinds import SourceKind, SourceType
@@ -130,7 +130,4 @@ def test_a_reward_of_a_package_is_found_by_name(dungeons: Path, job: Path) -> No
 )
 def test_a_package_that_cannot_be_loaded_gives_a_one_line_error(play: Path, kind: str, words: str) -> None:
     for verb in (("config", "explain"), ("simulate",), ("run",), ("run", "--dry-run")):
-        answer = command(*verb, play, "--set", f"task.source={kind}:1")
-        assert (answer.returncode, answer.stdout) == (2, "")
-        assert words in answer.stderr
-        assert len(answer.stderr.splitlines()) == 1
+        assert words in error_line(*verb, play, "--set", f"task.source={kind}:1")

@@ -13,7 +13,7 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import decision_log
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.coordination.test_journal import BASE, SHAPES, TinyBody
 
 
@@ -91,9 +91,7 @@ def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_pa
     path.write_text("".join(lines[:-1]) + lines[-1][:30])
     assert command("replay", tmp_path / "run").returncode == 1
     path.write_text("".join([*lines[:5], lines[5][:-9] + "\n", *lines[6:]]))
-    result = command("replay", tmp_path / "run")
-    assert result.returncode == 2
-    assert result.stderr == f"staleflow: {path}, line 6: not JSON\n"
+    assert error_line("replay", tmp_path / "run") == f"staleflow: {path}, line 6: not JSON\n"
 
 
 def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +104,8 @@ def test_every_trajectory_has_a_story_in_a_long_run(tmp_path: Path, monkeypatch:
         assert "arrived" in story[0]
         assert body.ended[trajectory].value in story[-1]
     for unknown in (body.brain.ledger.num_started, 10**9, -1):
-        result = command("replay", tmp_path / "run", "--trajectory", unknown)
-        assert result.returncode == 2
-        assert result.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
+        line = error_line("replay", tmp_path / "run", "--trajectory", unknown)
+        assert line == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
 
 
 def test_the_story_of_a_resumed_run_has_both_parts(tmp_path: Path) -> None:

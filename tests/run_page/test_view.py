@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.run_page.page_server import listen
-from tests.commands import command
+from tests.commands import error_line
 from tests.support.stored_runs import Response, StoredRun
 
 VIEW = [sys.executable, "-m", "staleflow.cli.main", "view"]
@@ -50,9 +50,7 @@ def test_view_serves_until_it_is_interrupted(run: Path) -> None:
 
 
 def test_a_port_in_use_gives_a_one_line_error(run: Path, used_port: int) -> None:
-    answer = command("view", run, "--port", used_port, "--no-browser")
-    assert answer.returncode == 2
-    assert answer.stderr == (
+    assert error_line("view", run, "--port", used_port, "--no-browser") == (
         f"staleflow: port {used_port} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
     )
 
@@ -71,10 +69,7 @@ def test_a_default_port_in_use_is_replaced_by_another(used_port: int) -> None:
     ],
 )
 def test_runs_that_cannot_be_served_give_a_one_line_error(run: Path, arguments: tuple[str, ...], line: str) -> None:
-    answer = command("view", *(word.format(run=run) for word in arguments), "--no-browser")
-    assert answer.returncode == 2
-    assert line in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
+    assert line in error_line("view", *(word.format(run=run) for word in arguments), "--no-browser")
 
 
 def test_the_server_imports_neither_torch_nor_dask() -> None:

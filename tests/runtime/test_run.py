@@ -32,7 +32,7 @@ from staleflow.stores.errors import RunStuck, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.sources import reward_process
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.support import forking
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -96,9 +96,7 @@ def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> No
     assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
     assert json.loads(command("store", "ls", end.run_dir, "--json").stdout) == listed
     assert len(json.loads(command("store", "show", end.run_dir, "--where", "reward >= 0", "--json").stdout)) == 3
-    repeated = command("run", job)
-    assert repeated.returncode == 2
-    assert "already has a run" in repeated.stderr
+    assert "already has a run" in error_line("run", job)
 
 
 async def run_and_interfere(

@@ -42,7 +42,7 @@ from staleflow.stores.trajectory import EndedTrajectory, TrajectoryId
 from staleflow.tasks.rendering.task_source import distinct_held_out
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from staleflow.tasks.training.loss import Clip
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_logprob, corrupt_tokens, edit
 from tests.support import forking
@@ -572,10 +572,7 @@ def test_a_store_of_another_format_is_rejected_by_each_command(stored: Path, tmp
         (["simulate", "--from", other], "store format 99"),
     ]
     for arguments, message in refused:
-        result = command(*arguments)
-        assert (result.returncode, result.stdout) == (2, ""), (arguments, result.stderr)
-        assert message in result.stderr
-        assert result.stderr.count("\n") == 1, result.stderr
+        assert message in error_line(*arguments)
 
 
 def test_simulate_from_a_stored_run_varies_its_settings(stored: Path) -> None:

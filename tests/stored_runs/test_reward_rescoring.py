@@ -23,7 +23,7 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
 from tests.support import forking
 
@@ -68,9 +68,8 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
     shown = command("store", "diff", stored, "main", "by-length")
     assert shown.returncode == 0, shown.stderr
     assert "trajectories trained on" in shown.stdout
-    repeated = command("store", "rescore", stored, "--reward", "task", "--branch", "by-length")
-    assert repeated.returncode == 2
-    assert "nothing stored is overwritten" in repeated.stderr
+    repeated = error_line("store", "rescore", stored, "--reward", "task", "--branch", "by-length")
+    assert "nothing stored is overwritten" in repeated
     with pytest.raises(StoreError, match="read-only"):
         branch.commit(VersionedStore.open(stored / "store").commits()[0], [])
 
@@ -120,9 +119,7 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     ],
 )
 def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[str, ...], message: str) -> None:
-    result = command("store", "rescore", stored, *words, "--branch", "none")
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert message in result.stderr
+    assert message in error_line("store", "rescore", stored, *words, "--branch", "none")
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
@@ -182,11 +179,3 @@ def test_an_invalid_rescoring_leaves_no_branch(stored: Path, monkeypatch: pytest
     for name in ("main", "", "undone-x"):
         with pytest.raises(ConfigError, match="cannot be called"):
             derived_branches.check_branch_name(path, name)
-    for arguments, message in (
-        (["--reward", "none.py:f", "--branch", "b"], "no such file"),
-        (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),
-    ):
-        wrong = command("store", "rescore", stored, *arguments)
-        assert (wrong.returncode, wrong.stdout) == (2, "")
-        assert message in wrong.stderr
-        assert wrong.stderr.count("\n") == 1

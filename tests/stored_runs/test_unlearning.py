@@ -24,7 +24,7 @@ from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.training import numerics
 from staleflow.tasks.training.advantage import ADVANTAGES
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.conftest import JOB, REWARDS
 from tests.runtime.test_run import run
 from tests.runtime.test_run import staleflow as staleflow_process
@@ -240,9 +240,7 @@ def test_an_invalid_unlearning_is_rejected_and_stores_nothing(run_copy: Path, tm
         ([tmp_path / "none", "--where", taken], "no such run"),
     ]
     for arguments, message in invalid:
-        refused = command("unlearn", *arguments)
-        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), (arguments, refused.stderr)
-        assert message in refused.stderr
+        assert message in error_line("unlearn", *arguments)
     with run_folder.lock_folder(run_copy):
         assert command("unlearn", run_copy, "--where", taken).returncode == 2
     with pytest.raises(ConfigError, match="the run as of a step"):

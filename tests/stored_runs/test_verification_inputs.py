@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from staleflow.pipeline.stored_runs import training
-from tests.commands import command
+from tests.commands import command, error_line
 from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
 
 CHECKPOINT = "checkpoints/step-000003"
@@ -132,18 +132,18 @@ def copy_run(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
-def require_one_line(code: int, out: str, err: str) -> None:
-    assert (code, out, len(err.splitlines())) == (2, "", 1), (code, out, err)
-    assert err.startswith("staleflow: ") and "Traceback" not in err and "\x1b" not in err
+def verify_error(*args: str | Path) -> str:
+    """Return the line by which `staleflow verify` rejects its input."""
+    line = error_line("verify", *args)
+    assert line.startswith("staleflow: ") and "Traceback" not in line and "\x1b" not in line
+    return line
 
 
 @pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in NO_CERTIFICATE])
 def test_a_malformed_certificate_is_rejected(stored: Path, tmp_path: Path, change: Change) -> None:
     run = copy_run(stored, tmp_path)
     change(run)
-    result = command("verify", run / CHECKPOINT)
-    require_one_line(result.returncode, result.stdout, result.stderr)
-    assert "certificate.json" in result.stderr
+    assert "certificate.json" in verify_error(run / CHECKPOINT)
 
 
 @pytest.mark.parametrize(("change", "message"), [pytest.param(c, says, id=name) for name, c, says in CONTRADICTED])
@@ -161,8 +161,7 @@ def test_damage_contradicts_the_run(stored: Path, tmp_path: Path, change: Change
 def test_a_malformed_offline_training_is_rejected(offline: Path, tmp_path: Path, change: Change) -> None:
     folder = copy_run(offline, tmp_path)
     change(folder)
-    result = command("verify", folder)
-    require_one_line(result.returncode, result.stdout, result.stderr)
+    verify_error(folder)
 
 
 def test_a_history_whose_last_line_is_not_the_checkpoint_is_contradicted(offline: Path, tmp_path: Path) -> None:
@@ -181,20 +180,16 @@ def test_a_moved_checkpoint_names_its_run(stored: Path, tmp_path: Path) -> None:
     moved = Path(shutil.move(run / CHECKPOINT, tmp_path / "moved"))
     for store in ("", str(run / "store"), "s3:/x"):
         values("certificate.json", store=store)(moved)
-        result = command("verify", moved)
-        require_one_line(result.returncode, result.stdout, result.stderr)
-        assert "move it into checkpoints/ of job" in result.stderr
+        assert "move it into checkpoints/ of job" in verify_error(moved)
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "x"])
 def test_a_number_of_steps_out_of_range_is_rejected(stored: Path, steps: str) -> None:
-    result = command("verify", stored, "--steps", steps)
-    assert result.returncode == 2 and "--steps" in result.stderr and not result.stdout
+    assert "--steps" in error_line("verify", stored, "--steps", steps)
 
 
 def test_an_invalid_path_is_rejected() -> None:
-    result = command("verify", "x" * 5000)
-    require_one_line(result.returncode, result.stdout, result.stderr)
+    verify_error("x" * 5000)
 
 
 def test_files_without_a_resume_point_name_are_ignored(stored: Path, tmp_path: Path) -> None:
