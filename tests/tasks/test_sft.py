@@ -15,6 +15,7 @@ import torch
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.examples import Examples
@@ -181,6 +182,20 @@ def test_gradient_of_a_mixed_step_is_that_of_both_losses(
     assert {k: v for k, v in metrics.items() if k in others and k != "grad_norm"} == {
         k: v for k, v in others.items() if k != "grad_norm"
     }, "metrics of the batch are without the examples"
+
+
+def test_an_adapter_has_the_gradient_of_both_losses(tiny_model: Path) -> None:
+    settings: dict[str, Any] = {"lora": LoraConfig(rank=4), "loss": DecoupledPpo()}
+    trainers = mixed_trainer(tiny_model, **settings), trainer(tiny_model, **settings)
+    for policy_trainer in trainers:
+        policy_trainer.step(0, rows(5))
+    fine_tuned = fine_tuned_trainer(tiny_model, 2, **settings)
+    fine_tuned.fine_tune(0)
+    mixed, rl, sft = (
+        torch.cat([p.grad.flatten() for p in t.model.parameters() if p.requires_grad]) for t in (*trainers, fine_tuned)
+    )
+    assert (mixed - rl - 0.3 * sft).norm() < 1e-6 * mixed.norm()
+    assert (mixed - rl).norm() > 0.01 * mixed.norm()
 
 
 def test_minibatches_divide_the_examples_of_a_step(tiny_model: Path) -> None:
