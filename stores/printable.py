@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str, max_chars: int | None = None) -> str:
-    """Make a text's control characters visible, because they could corrupt a terminal. max_chars: characters to keep.
+    r"""Make a text's control characters visible, because they could corrupt a terminal. max_chars: characters to keep.
 
     >>> printable("a\x1b[2Jb", 5)
     'a\\x1b[2J...'

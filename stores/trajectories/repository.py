@@ -173,7 +173,7 @@ def lock_head(path: Path) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line: of Icechunk's, the innermost cause; of others, the first line.
+    r"""The message of an error in one line: of Icechunk's, the innermost cause; of others, the first line.
 
     >>> one_line(ValueError("x refused\n |-> service error\n `-> Error { message: \"no such bucket\", id: 7 }"))
     'no such bucket'

@@ -29,6 +29,7 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     """Convert the result of a reward function to (reward, parts by name) with Python floats, because other number
     classes may not be storable, or not importable where they are received. Raises InvalidReward.
 
+    >>> import numpy as np
     >>> parse_reward((np.float32(0.5), {"length": np.int64(3)}))
     (0.5, {'length': 3.0})
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import doctest
 import errno
 import fcntl
 import json
@@ -297,10 +296,6 @@ def test_a_folder_with_an_invalid_run_name_is_rejected(moved_run: Path) -> None:
     assert "no steps are stored" in command("store", "audit", hidden).stdout, "it can be read"
     with pytest.raises(ConfigError, match="must not begin with a dot; rename it"):
         resumption.load(hidden)
-
-
-def test_the_docstring_examples_of_run_folder_pass() -> None:
-    assert doctest.testmod(run_folder).failed == 0
 
 
 # -- submitted jobs ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import json
 import math
 import os
@@ -19,13 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.api import code_objects
-from staleflow.pipeline.config import knob_tree, loading
+from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs import (
     exporting,
     logprob_recompute,
     repeated_steps,
-    stored_trajectories,
     training,
     views,
 )
@@ -34,7 +31,6 @@ from staleflow.pipeline.stored_runs.pool import Pool, local_pool
 from staleflow.pipeline.stored_runs.verification import verify_run
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.printable import printable
-from staleflow.stores.trajectories import selection
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -163,13 +159,6 @@ def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
     texts = split_by_token(Bytes(), tokens)
     assert "".join(texts) == "a\u00e9\u4f60b"
     assert texts == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
-
-
-def test_docstring_examples_pass() -> None:
-    for module in (code_objects, knob_tree, stored_trajectories, pools, selection):
-        result = doctest.testmod(module)
-        assert result.attempted
-        assert not result.failed
 
 
 # -- exporting ---------------------------------------------------------------------------------------------------------

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import json
 from typing import Any
 
 import pytest
 
-import staleflow.stores.serialization
 from staleflow.stores.trajectories.records import CODEC, LedgerState, RunHeader, StepRecord
 from staleflow.stores.trajectory import Fate, InstanceId, PolicyVersion
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
@@ -40,10 +38,6 @@ WRITTEN = {
     '"weight_fingerprint":"","batch_fingerprint":"","num_rows":0,"num_tokens":0}': END,
 }
 """Stored step records without their weight checks."""
-
-
-def test_the_docstring_example_is_correct() -> None:
-    assert doctest.testmod(staleflow.stores.serialization).failed == 0
 
 
 @pytest.mark.parametrize("text", WRITTEN)

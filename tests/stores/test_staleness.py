@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import staleflow.stores.staleness.ledger
 from benchmarks.admission_rules import WindowedLedger
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
@@ -18,10 +16,6 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersio
 from tests.stores.ledger_machine import LedgerMachine
 
 TestLedgerMachine = LedgerMachine.TestCase
-
-
-def test_the_docstring_example_is_correct() -> None:
-    assert doctest.testmod(staleflow.stores.staleness.ledger).failed == 0
 
 
 def make(

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 import torch
 
-from staleflow.stores.weights import weight_report
 from staleflow.stores.weights.weight_comparison import WeightPart, compare_by_name, compare_parts
 from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, sum_reports
-
-
-def test_the_docstring_example_is_correct() -> None:
-    assert doctest.testmod(weight_report).failed == 0
 
 
 def test_one_flipped_bit_of_one_tensor_contradicts() -> None:

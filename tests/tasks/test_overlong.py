@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +13,11 @@ from staleflow.pipeline.config.loading import load
 from staleflow.pipeline.stored_runs import reward_rescoring
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment
-from staleflow.tasks.training import advantage
 from staleflow.tasks.training.advantage import DrGrpo, Overlong
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
 from tests.stores.store_conformance import ended, record
 
 NONE = Overlong(ramp_tokens=0, penalty=1.0, max_length=50)
-
-
-def test_the_docstring_example_is_correct() -> None:
-    assert doctest.testmod(advantage).failed == 0
 
 
 def test_overlong_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
