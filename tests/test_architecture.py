@@ -181,6 +181,14 @@ def test_help_and_loading_a_job_import_no_heavy_package() -> None:
     )
 
 
+def test_a_submission_and_the_server_of_the_run_page_import_no_heavy_package() -> None:
+    """These imports take seconds and hundreds of MiB."""
+    heavy = {"torch", "transformers", "bokeh", "matplotlib"}
+    submission = loaded_by("import staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.job_driver")
+    assert "distributed" in submission and not submission & (heavy | {"zarr", "icechunk"})
+    assert not loaded_by("import staleflow.pipeline.run_page.page_server") & (heavy | {"dask", "distributed"})
+
+
 def test_a_process_of_environments_reads_no_package_metadata() -> None:
     """It takes a fifth of the start of such a process. `importlib.metadata` imports `email`."""
     load = "from staleflow.tasks.environments.fork_server import open_environment as load"

@@ -343,17 +343,6 @@ def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cl
     print(f"{alone:.0f} tokens/s alone, {beside:.0f} beside a job that waits")
 
 
-def test_submitting_imports_neither_torch_nor_the_store() -> None:
-    """These imports take seconds, and only the driver needs them."""
-    script = (
-        "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.job_driver; "
-        "print(*{m.partition('.')[0] for m in sys.modules})"
-    )
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert "distributed" in loaded
-    assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)
-
-
 def test_an_unknown_job_gives_a_one_line_error(cluster: Cluster) -> None:
     for verb in ("status", "logs", "cancel"):
         answer = cluster(verb, "no-such-job")

@@ -72,13 +72,6 @@ def test_runs_that_cannot_be_served_give_a_one_line_error(run: Path, arguments: 
     assert line in error_line("view", *(word.format(run=run) for word in arguments), "--no-browser")
 
 
-def test_the_server_imports_neither_torch_nor_dask() -> None:
-    """They would cost seconds of imports and 300 MiB."""
-    script = "import sys, staleflow.pipeline.run_page.page_server; print(*{m.partition('.')[0] for m in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "transformers", "dask", "distributed", "bokeh", "matplotlib"} & {*loaded}
-
-
 def test_no_browser_is_opened_without_a_display(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from staleflow.cli import view
 
