@@ -6,7 +6,7 @@
 A model of two layers with random weights, in float32 on one thread, and rows of different lengths. TRL's functions are
 called unmodified, with the settings that a table's line states. Of each batch, the difference of the losses relative to
 TRL's, and the length of the difference of the gradients relative to that of TRL's gradient; exits with 1 if the former
-is above 1e-6 or the latter above 3e-6.
+is above 2e-6 or the latter above 3e-6.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.trainer_settings import KlConfig, SftConfig, TrainingConfig
 
-LIMITS = (1e-6, 3e-6)
-"""Of the loss and of the gradient, which in float32 differs by 5e-7 between two divisions into micro-batches."""
+LIMITS = (2e-6, 3e-6)
+"""Of the loss, which for DPO has sums of logprobs over responses, and by processor differs by 8e-7 to 1.2e-6; and of
+the gradient, which in float32 differs by 5e-7 between two divisions into micro-batches."""
 VOCABULARY, LONGEST, ROWS = 512, 48, 12
 IGNORED = -100
 """The label of a token without a loss."""
