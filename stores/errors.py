@@ -107,5 +107,5 @@ def with_type(error: BaseException) -> str:
 
 
 def strerror(error: Exception) -> str:
-    """The system's text of an OSError, without its number and path."""
-    return str(getattr(error, "strerror", error))
+    """The system's text of an OSError, without its number and path; the whole text of other errors."""
+    return str(getattr(error, "strerror", None) or error)

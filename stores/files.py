@@ -1,8 +1,9 @@
 """Atomic writing of files and folders: they appear complete or not at all, even if the writer is killed.
 
 They are written beside their destination under a temporary name, flushed to disk, and renamed. Two writers of one
-path do not conflict: the later rename wins, and a reader sees the one or the other. What a killed writer leaves behind
-is removed by the next writer of that path.
+path do not conflict: the result is what one of them wrote. A reader of a file sees the one or the other. A folder that
+replaces another takes two renames: between them the path is absent, and if the writer is killed there, until the next
+writer of that path puts the old folder back. What else a killed writer leaves behind is removed by that writer too.
 """
 
 from __future__ import annotations
@@ -76,17 +77,18 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
         path = path.resolve()
         with _part(path, folder=True) as tmp_path:
             yield tmp_path
-            if not path.exists():
-                flush_and_rename(tmp_path, path)
-                return
-            _flush_all(tmp_path)
+            flush_all(tmp_path)
             old_path = tmp_path.with_suffix(".old")
-            path.rename(old_path)  # a folder cannot be renamed onto a full one
             try:
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(old_path)  # a folder cannot be renamed onto a full one
                 tmp_path.replace(path)
-            except OSError:
-                old_path.rename(path)
-                raise
+            except BaseException as error:
+                # Where another writer's folder has appeared in between, it replaces this one.
+                if not isinstance(error, OSError) or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    with contextlib.suppress(OSError):
+                        old_path.rename(path)
+                    raise
             _flush(path.parent)
             with contextlib.suppress(OSError):
                 old_path.rename(tmp_path)  # removed under this name: what is called old is whole
@@ -95,7 +97,7 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
 def flush_and_rename(tmp_path: Path, path: Path) -> None:
     """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if it would replace a
     folder that is not empty."""
-    _flush_all(tmp_path)
+    flush_all(tmp_path)
     tmp_path.replace(path)
     _flush(path.parent)
 
@@ -117,7 +119,7 @@ def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Ite
     except StaleflowError:
         raise
     except error_types as error:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+        lines = strerror(error).strip().splitlines() or [type(error).__name__]
         raise StoreError(f"{path}: cannot be written: {lines[0]}; {remedy}") from error
 
 
@@ -162,7 +164,8 @@ def _sweep(path: Path) -> None:
     name_pattern = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
-            fd = os.open(leftover, os.O_RDONLY)
+            # NFS locks only what is open for writing.
+            fd = os.open(leftover, os.O_RDONLY if leftover.is_dir() else os.O_RDWR)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(leftover)
@@ -190,7 +193,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _flush_all(path: Path) -> None:
+def flush_all(path: Path) -> None:
     """Flush a file, or a folder with all its contents, to disk."""
     if path.is_dir():
         for inside in path.rglob("*"):

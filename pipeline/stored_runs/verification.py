@@ -139,7 +139,8 @@ def verify_run(
             f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
         )
     step_records = [record for record in store.commits() if record.kind == "step"] if not chain.findings else []
-    if gap := next((number for number, record in enumerate(step_records) if record.step != number), None):
+    gap = next((number for number, record in enumerate(step_records) if record.step != number), None)
+    if gap is not None:
         findings.append(Finding(check="chain", location=f"step {gap}", message="is missing"))
         step_records = []
     starts = read_starts(run_dir, chain.weight_inputs, len(step_records)) if step_records else []

@@ -89,16 +89,17 @@ def check_bucket(url: str, new_job: str | None) -> None:
 
 
 def _unused_repository(url: str, job: str) -> Any:
-    """Open the repository at a URL, or create it if it is not there. Raises ConfigError if a run has committed to it,
-    or if the run of another job has created its store there. job: as RunHeader.job."""
+    """Open the repository at a URL, or create it if it is not there. Raises ConfigError if anything but the creation of
+    a store was committed to it, or if the run of another job has created its store there. job: as RunHeader.job."""
     storage = bucket_storage(url)
     if not icechunk.Repository.exists(storage):
         return icechunk.Repository.create(storage, config=_config())
     repository = icechunk.Repository.open(storage, config=_config())
-    kinds = {str(snapshot.metadata.get("kind", "")) for snapshot in repository.ancestry(branch=MAIN)}
-    if kinds - {"", CREATED} or repository.list_branches() != {MAIN}:  # undone steps are on other branches
-        raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
-    if CREATED in kinds:
+    commits = [snapshot for snapshot in repository.ancestry(branch=MAIN) if snapshot.parent_id is not None]
+    is_new = all(snapshot.metadata.get("kind") == CREATED for snapshot in commits)
+    if not is_new or repository.list_branches() != {MAIN}:  # undone steps are on other branches
+        raise ConfigError(f"{url}: there is a run's store or other data already; choose another name, or another store")
+    if commits:
         import zarr
 
         attributes: Any = zarr.open_group(repository.readonly_session(MAIN).store, mode="r").attrs

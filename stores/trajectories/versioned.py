@@ -31,7 +31,7 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
@@ -132,7 +132,10 @@ class VersionedStore(StoreReader):
         Args:
             path: Path of the store.
             num_steps: Training steps to keep.
-            undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
+            undo_end: Also undo the end of a run that no step followed, with the work that it discarded.
+
+        Raises:
+            StoreError: Fewer steps are stored, or the store cannot be read or written.
         """
         num_undone, has_ended = 0, False
         with raised_as_store_error(path, f"cannot be set back to its first {num_steps} steps"):
@@ -144,6 +147,8 @@ class VersionedStore(StoreReader):
                         break
                     num_undone += kind == "step"
                     has_ended |= kind == "end"
+                if kind == CREATED and num_steps > num_undone:
+                    raise StoreError(f"{path}: cannot be set back to {num_steps} steps: {num_undone} are stored")
                 if num_undone or (has_ended and undo_end):
                     head = repository.lookup_branch(MAIN)
                     if f"undone-{head}" not in repository.list_branches():  # an interrupted attempt may have made it
@@ -254,7 +259,10 @@ class VersionedStore(StoreReader):
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
         file_elements = elements_per_file(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file_elements) * file_elements
-        arrays = layout.pack(rows, start, int(root["text"].shape[0]))
+        text_start = int(root["text"].shape[0])
+        problem = f"{self._location}: {record.kind} {record.step} has a value that cannot be stored"
+        with raised_as(StoreError, problem, ArithmeticError, TypeError, ValueError, describe=one_line):
+            arrays = layout.pack(rows, start, text_start)
         end = start + arrays.num_tokens
         new_values: dict[str, npt.NDArray[Any]] = {}
         if arrays.num_tokens:

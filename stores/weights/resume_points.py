@@ -7,6 +7,7 @@ processes can resume from either.
 
 Invariant: after `claim`, no point of an earlier claimant becomes visible. After its driver is lost, a trainer still
 finishes its step and writes a point. The resumed run never had these weights, and must not take the point for its own.
+The exception is a writer that is stopped for longer than CLAIM_LOCK_S just before its rename, and then goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from staleflow.stores.errors import StoreError, raised_as
-from staleflow.stores.files import remove, replacing, replacing_folder
+from staleflow.stores.files import flush_all, remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.retention import NUM_LATEST_KEPT, kept_versions
 
@@ -122,6 +123,7 @@ class ResumePoints:
                 _explain_short_writes(tmp_path.parent),
             ):
                 yield tmp_path
+                flush_all(tmp_path)  # gigabytes take longer than the claim may be locked
                 until_renamed.enter_context(self._checked_claim(path))
             # A file and a folder of one version must not exist together: they are of different numbers of processes.
             remove(self.path(version, sharded=not sharded))

@@ -35,6 +35,7 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, Segment
 from staleflow.tasks.training import numerics
 from tests.commands import command
 from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
+from tests.stores import store_conformance
 from tests.stores.test_stores import change_logprob, edit
 from tests.support.examples import num_examples
 from tests.support.simulated_store import stored_simulation
@@ -51,6 +52,13 @@ def run_copy(stored: Path, tmp_path: Path) -> Path:
 
 def finding_places(result: Verification) -> list[tuple[str, str]]:
     return [(finding.check, finding.location) for finding in result.findings]
+
+
+def test_a_missing_first_step_is_reported(tmp_path: Path) -> None:
+    row = store_conformance.ended(np.random.default_rng(0), 0, 1)
+    store = VersionedStore.create(tmp_path / "store", store_conformance.HEADER)
+    store.commit(store_conformance.record(1), [row])
+    assert finding_places(verify_run(tmp_path)) == [("chain", "step 0")]
 
 
 # -- honest runs -----------------------------------------------------------------------------------------------------

@@ -621,12 +621,18 @@ READS = (
 """Functions that send requests of an audit to a store or its bucket."""
 
 
-@pytest.mark.parametrize("check", [audit.audit, check_chain])
-@pytest.mark.parametrize("name", ["", "damaged_chunk"])
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        *((check, name) for check in (audit.audit, check_chain) for name in ("", "damaged_chunk")),
+        (lambda store: list(snapshot_audit.audit_history(store.path)), "branch_damaged"),
+    ],
+    ids=str,
+)
 def test_a_bucket_failure_at_any_request_of_an_audit_is_not_a_finding(
     check: Callable[[StoreReader], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(tmp_path / "s", next((fault for fault in FAULTS if fault.name == name), None))
+    write_run(tmp_path / "s", next((fault for fault in ALL if fault.name == name), None))
     store, fails_at, request = VersionedStore.open(tmp_path / "s"), 0, 0
 
     def failing(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -102,14 +102,27 @@ def test_an_unfinished_store_is_created_again_and_an_existing_one_is_rejected(
     assert store.header.job == resumed
     store.commit(record(0), [ended(rng, i, 0) for i in range(4)])
     check_bucket(url, None)
-    with pytest.raises(ConfigError, match="there is a run's store already; choose another name"):
+    with pytest.raises(ConfigError, match="there is a run's store or other data already; choose another name"):
         check_bucket(url, "")
-    with pytest.raises(ConfigError, match="there is a run's store already"):
+    with pytest.raises(ConfigError, match="there is a run's store or other data already"):
         VersionedStore.create(tmp_path / "other", header)
     assert not (tmp_path / "other").exists()
     VersionedStore.rewind(tmp_path / "store", 0)
-    with pytest.raises(ConfigError, match="there is a run's store already"):
+    with pytest.raises(ConfigError, match="there is a run's store or other data already"):
         VersionedStore.create(tmp_path / "other", header)
+
+
+def test_a_store_is_not_created_over_the_data_of_another_program(tmp_path: Path, url: str) -> None:
+    repository = icechunk.Repository.create(bucket_storage(url))
+    session = repository.writable_session("main")
+    zarr.open_group(session.store, mode="w").create_array("climate", shape=(4,), dtype="float32")
+    session.commit("of another program")
+    with pytest.raises(ConfigError, match="there is a run's store or other data already"):
+        check_bucket(url, "")
+    with pytest.raises(ConfigError, match="there is a run's store or other data already"):
+        VersionedStore.create(tmp_path / "store", replace(HEADER, url=url))
+    group = zarr.open_group(repository.readonly_session("main").store, mode="r")
+    assert list(group.array_keys()) == ["climate"]
 
 
 def test_an_unusable_bucket_gives_a_one_line_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, strerror
 from staleflow.stores.files import flush_and_rename, replace_folder, replace_text, replacing
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_folder import Piece, WeightFolder
@@ -110,6 +110,43 @@ def test_replace_folder_replaces_the_whole_folder(tmp_path: Path) -> None:
     (tmp_path / "b" / "other").touch()
     with pytest.raises(OSError, match="not empty"):
         flush_and_rename(tmp_path / "b", tmp_path / "a")
+
+
+def test_a_replacement_of_a_folder_that_is_interrupted_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, to: Path) -> None:
+        raise KeyboardInterrupt
+
+    replace_folder(tmp_path / "a", partial(write_named, "one"), REMEDY)
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(tmp_path / "a", partial(write_named, "two"), REMEDY)
+    assert os.listdir(tmp_path / "a") == ["one"]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_two_writers_of_a_folder_do_not_conflict(tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one replaces the folder while the first one is about to rename its own."""
+    replace, writers = Path.replace, ["two"]
+    if exists:
+        replace_folder(tmp_path / "a", partial(write_named, "before"), REMEDY)
+
+    def replaced(self: Path, to: Path) -> Path:
+        if writers:
+            replace_folder(tmp_path / "a", partial(write_named, writers.pop()), REMEDY)
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    replace_folder(tmp_path / "a", partial(write_named, "one"), REMEDY)
+    assert os.listdir(tmp_path / "a") == ["two"]
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_text_of_an_error_without_a_number_is_its_message() -> None:
+    texts = [strerror(error) for error in (OSError("truncated"), StoreError("gone"), OSError(28, "No space", "/a"))]
+    assert texts == ["truncated", "gone", "No space"]
 
 
 def test_all_data_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

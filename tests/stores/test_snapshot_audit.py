@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import icechunk
 import numpy as np
 import pytest
+import zarr
 
 from staleflow.stores.auditing import snapshot_audit
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.errors import StoreError, StoreUnavailable
+from staleflow.stores.trajectories import derived_branches, repository
 from staleflow.stores.trajectories.derived_branches import BranchRewards
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -52,6 +55,31 @@ def test_a_valid_store_has_no_findings(store: VersionedStore) -> None:
     VersionedStore.rewind(store.path, 2)
     assert len(store.branches()) == 2
     assert history_findings(VersionedStore.open(store.path)) == []
+
+
+def test_a_bucket_failure_is_not_damage_of_an_earlier_snapshot(
+    store: VersionedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses the list of snapshots, or a chunk."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise icechunk.IcechunkError("object store error: 503 Slow Down")
+
+    array = store._read_root()["rows/reward"]
+    refusing = type("Refusing", (), {"shape": array.shape, "__getitem__": refuse})()
+    monkeypatch.setattr(repository, "url_of", lambda path: "s3://bucket/run")
+    with pytest.raises(StoreUnavailable, match="503 Slow Down"):
+        snapshot_audit._difference(store.path, array, refusing, 0)
+    monkeypatch.setattr(icechunk.Repository, "ancestry", refuse)
+    monkeypatch.setattr(snapshot_audit, "repository_at", lambda path: store._repository)
+    with pytest.raises(StoreUnavailable, match="503 Slow Down"):
+        history_findings(store)
+
+
+def test_a_changed_sign_of_a_zero_is_found(store: VersionedStore) -> None:
+    zeros = zarr.array(np.zeros(3, np.float32))
+    assert snapshot_audit._difference(store.path, zeros, zeros, 0) == ""
+    assert snapshot_audit._difference(store.path, zeros, zarr.array(-np.zeros(3, np.float32)), 0)
 
 
 def test_a_flipped_bit_in_an_earlier_snapshot_is_found(store: VersionedStore) -> None:

@@ -26,7 +26,7 @@ from zarr.storage import LocalStore
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
-from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories import derived_branches, versioned
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import ArrayCache, UnreadableRow
 from staleflow.stores.trajectories.records import (
@@ -74,6 +74,8 @@ class TestVersionedStore(TrajectoryStoreTests):
             store.commit(record(step), [ended(rng, step, step)])
         store.commit(record(4, "end"), [])
         assert VersionedStore.rewind(path, 4) == 0
+        with pytest.raises(StoreError, match="cannot be set back to 5 steps: 4 are stored"):
+            VersionedStore.rewind(path, 5)
         assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "end"
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
         assert [(r.kind, r.step) for r in VersionedStore.open(path).commits()][-2:] == [("step", 3), ("refusal", 4)]
@@ -162,6 +164,19 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert np.signbit([stored.trajectory.reward, stored.advantage]).all()
         fingerprints = [batch_fingerprint([(e.trajectory, e.advantage)]) for e in (row, stored)]
         assert fingerprints[0] == fingerprints[1]
+
+    @pytest.mark.parametrize("url", ["", "s3://bucket/run"])
+    def test_a_commit_with_a_value_out_of_range_is_not_repeated(
+        self, tmp_path: Path, rng: Any, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No repetition can succeed, and the bucket is not at fault."""
+        store, row = VersionedStore.create(tmp_path / "s", HEADER), ended(rng, 0, 0)
+        row = replace(row, trajectory=replace(row.trajectory, source=40_000))
+        monkeypatch.setattr(versioned, "url_of", lambda path: url)
+        with pytest.raises(StoreError, match="step 0 has a value that cannot be stored: Python integer 40000") as info:
+            store.commit(record(0), [row])
+        assert not isinstance(info.value, StoreUnavailable)
+        store.commit(record(0), [ended(rng, 0, 0)])
 
     def test_a_commit_after_another_process_committed_raises(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)

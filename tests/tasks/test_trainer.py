@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -337,6 +338,29 @@ def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypat
         following.claim()
         following.write(PolicyVersion(1), Path.touch)
     assert following.versions() == [1]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_point_that_is_flushed_while_another_trainer_claims_the_points_is_not_written(
+    tmp_path: Path, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take longer to flush than a claimant waits for the lock."""
+    monkeypatch.setattr(resume_points, "CLAIM_LOCK_S", 0.1)
+    lost, following, sync = ResumePoints(tmp_path / "resume"), ResumePoints(tmp_path / "resume"), os.fsync
+    lost.claim()
+
+    def synced(fd: int) -> None:
+        if not following._claim_token:
+            following.claim()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    with (
+        pytest.raises(StoreError, match="is not written: the run goes on with another trainer"),
+        lost.writing(PolicyVersion(1), sharded=sharded) as part,
+    ):
+        (part / "shard" if sharded else part).write_text("state")
+    assert following.versions() == []
 
 
 def test_a_point_replaces_one_of_another_number_of_ranks(tmp_path: Path) -> None:
