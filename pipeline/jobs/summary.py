@@ -16,7 +16,7 @@ from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.step_records import lowest_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
-from staleflow.stores.auditing.weight_counts import WeightCounts, count_outcomes
+from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
 from staleflow.stores.files import replace_text, replacing
 from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
 
@@ -63,8 +63,7 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
         store = VersionedStore.open(run_dir / "store")
         table = store.table()
         bias = bias_report(store)
-        records = store.commits()
-        weights = count_outcomes(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}, {})
+        weights = WeightChecks(store.commits()).counts()
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = report.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)

@@ -30,7 +30,7 @@ from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites
 from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
 from staleflow.stores.auditing.drop_bias import compute_bias
-from staleflow.stores.auditing.weight_counts import count_outcomes
+from staleflow.stores.auditing.weight_counts import WeightChecks
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.repository import MAIN
@@ -63,7 +63,7 @@ class StoredSnapshot:
     @cached_property
     def weight_lines(self) -> tuple[str, ...]:
         """Counts of verified, unverified and contradicted weights as lines; empty before the first pull."""
-        counts = count_outcomes(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps}, {})
+        counts = WeightChecks(self.records).counts()
         return counts.lines if counts.verified or counts.not_verified or counts.contradicted else ()
 
     @property

@@ -1,13 +1,13 @@
 """Audit of a stored run: proves from its data alone that the staleness bound, single consumption and conservation hold.
 
-Only the store is read; every finding names what it is about. It is read in three passes, each in blocks, so that memory
-does not grow with the tokens: the records of commits with the numbers of their rows, for conservation; the numbers of
-all rows, for single consumption; the tokens, in ranges of rows that may be checked apart. Time is linear in rows and
-commits.
+Only the store is read; every finding names what it is about. After the lengths of its arrays it is read in two passes,
+each in blocks, so that memory does not grow with the tokens: the records of commits with the numbers of their rows; the
+tokens, in ranges of rows that may be checked apart. Time is linear in rows and commits.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,20 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.stores.auditing import conservation, single_consumption, weight_counts
+from staleflow.stores.auditing import conservation, single_consumption
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import RowCheckResult, RowRange, check_rows_at, hash_batches
-from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
+from staleflow.stores.auditing.weight_counts import Refusal, WeightChecks, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
-from staleflow.stores.trajectories.columns import Rows
+from staleflow.stores.trajectories.columns import Rows, empty_rows, select_columns
+from staleflow.stores.trajectories.layout import id_range
 from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import EMPTY_LEDGER, BatchDigest, StepRecord
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
 """Numbers of a report that a damaged store makes unknown."""
-RECORDS_AT_ONCE = 256
-"""Records of commits read together: some 10 KB each."""
+READ_COLUMNS = (*single_consumption.READ_COLUMNS, *conservation.READ_COLUMNS, "prompt_tokens", "response_tokens")
+"""Columns whose numbers are checked without the tokens."""
 ROWS_AT_ONCE = 32_768
 """Rows whose numbers are read together, 4 MiB."""
 SHOWN_FINDINGS = 10
@@ -93,11 +94,6 @@ class AuditReport:
             lines += [f"      {finding.location}: {finding.message}" for finding in findings[:SHOWN_FINDINGS]]
         return lines + [f"  {check:<13} not checked: it needs what cannot be read" for check in self.unchecked]
 
-    @property
-    def readable(self) -> bool:
-        """Whether every part of the store can be read."""
-        return all(finding.check != "arrays" for finding in self.findings)
-
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON; counts are None if checks were skipped."""
         unknown_counts = dict.fromkeys(COUNTS) if self.unchecked else {}
@@ -124,15 +120,12 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
     """
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
     findings = list(_array_findings(store))
+    consumption, weights = single_consumption.ConsumedRows(store.header), WeightChecks()
     try:
-        # Without what is large: the audit keeps the records of all commits.
-        commits = [replace(r, ledger=EMPTY_LEDGER, metrics={}, weight_checks=()) for r in _records(store)]
-        conservation_findings = list(_conservation_findings(store))
-        consumption = single_consumption.ConsumedRows()
-        for rows in _all_rows(store, single_consumption.READ_COLUMNS):
-            consumption.add(rows)
-        refusals = weight_counts.refusals(_records(store))
-        bound_findings, digests, sampled_tokens = _read_tokens(store, commits, consumption, run, max_tokens, refusals)
+        commits, row_findings, conservation_findings = _read_commits(store, consumption, weights)
+        bound_findings, digests, sampled_tokens = _read_tokens(
+            store, commits, consumption, run, max_tokens, weights.refusals
+        )
     except StoreUnavailable:
         raise
     except StoreError as error:
@@ -149,12 +142,11 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
             unchecked=CHECKS[1:],
         )
     trained_steps = [c.step for c in commits if c.kind == "step"]
-    findings += bound_findings
-    findings += consumption.findings(store.header, trained_steps, _all_rows(store, single_consumption.READ_COLUMNS))
+    findings += [*row_findings, *bound_findings]
+    findings += consumption.findings(trained_steps, _all_rows(store, ("trajectory",)))
     findings += conservation_findings
     findings += _fingerprint_findings(commits, digests)
-    published = {commit.step + 1: commit.weight_fingerprint for commit in commits if commit.kind == "step"}
-    findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]
+    findings += weights.findings()
     return AuditReport(
         num_steps=len(trained_steps),
         num_trajectories=consumption.num_rows,
@@ -162,24 +154,50 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
         max_staleness=consumption.max_staleness,
         checks=CHECKS,
         findings=tuple(findings),
-        weights=weight_counts.count_outcomes(_records(store), published, sampled_tokens),
+        weights=weights.counts(sampled_tokens),
     )
 
 
-def _records(store: StoreReader) -> Iterator[StepRecord]:
-    start = 0
-    while records := store.commits(start, start + RECORDS_AT_ONCE):
-        yield from records
-        start += len(records)
-
-
-def _rows(store: StoreReader, start: int, stop: int, names: Sequence[str]) -> Iterator[Rows]:
-    for block_start in range(start, stop, ROWS_AT_ONCE):
-        yield store.numbers(block_start, min(block_start + ROWS_AT_ONCE, stop), names)
+def _read_commits(
+    store: StoreReader, consumption: single_consumption.ConsumedRows, weights: WeightChecks
+) -> tuple[list[StepRecord], list[Finding], list[Finding]]:
+    """Add all records and rows to the checks. Returns the records without what is large, commits whose rows are not
+    those of their record, and violations of conservation."""
+    commits, row_findings, conservation_findings = [], list[Finding](), list[Finding]()
+    check, num_counted = conservation.Conservation(consumption.stored), 0
+    blocks = _all_rows(store, READ_COLUMNS)
+    unread = next(blocks, empty_rows(0, select_columns(READ_COLUMNS)))
+    for commit in store.stored_commits():
+        record, parts = commit.record, [unread[:0]]
+        num_missing = record.num_rows
+        while num_missing and len(unread):
+            parts.append(unread[:num_missing])
+            num_missing -= len(parts[-1])
+            unread = unread[len(parts[-1]) :]
+            if not len(unread):
+                unread = next(blocks, unread)
+        rows = np.concatenate(parts)
+        consumption.add(rows)
+        check.add(rows)
+        weights.add(record)
+        num_counted += record.num_rows
+        stored = int((rows["prompt_tokens"] + rows["response_tokens"]).sum()), *id_range(rows["trajectory"])
+        if stored != (record.num_tokens, *commit.id_range):
+            message = "its rows have {} tokens and the ids {} to {}".format(*stored)
+            message += ", it was stored with {} and {} to {}".format(record.num_tokens, *commit.id_range)
+            row_findings.append(Finding(check="arrays", location=f"{record.kind} {record.step}", message=message))
+        conservation_findings += check.check_commit(record)
+        commits.append(replace(record, ledger=EMPTY_LEDGER, metrics={}, weight_checks=()))
+    for rows in itertools.chain([unread], blocks):  # of no commit
+        consumption.add(rows)
+    conservation_findings += check.check_store_end(consumption.num_rows, num_counted)
+    return commits, row_findings, conservation_findings
 
 
 def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
-    return _rows(store, 0, store.array_lengths()[ROW_COUNT_ARRAY], names)
+    num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
+    for start in range(0, num_rows, ROWS_AT_ONCE):
+        yield store.numbers(start, min(start + ROWS_AT_ONCE, num_rows), names)
 
 
 def _damage_findings(store: StoreReader) -> Iterator[Finding]:
@@ -211,10 +229,10 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     """Check that array lengths agree with each other and with the step records."""
     lengths = store.array_lengths()
     try:
-        num_rows = sum(r.num_rows for r in _records(store))
+        num_rows = sum(commit.record.num_rows for commit in store.stored_commits())
     except StoreUnavailable:
         raise
-    except (StoreError, ValueError) as error:
+    except StoreError as error:
         yield Finding(check="arrays", location="records", message=f"step records cannot be read: {error}")
         return
     for name in (n for n in lengths if n.startswith("rows/")):
@@ -223,34 +241,6 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
         yield Finding(check="arrays", location="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
-    required_tokens = 0
-    try:
-        for rows in _all_rows(store, SPAN_COLUMNS):
-            ends = rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]
-            required_tokens = max(required_tokens, int(ends.max()))
-    except StoreUnavailable:
-        raise
-    except StoreError:
-        return  # the damaged chunk is reported elsewhere
-    for name in (n for n in lengths if n.startswith("tokens/")):
-        if lengths[name] < required_tokens:
-            yield Finding(
-                check="arrays", location=name, message=f"truncated: {lengths[name]} of {required_tokens} tokens"
-            )
-
-
-def _conservation_findings(store: StoreReader) -> Iterator[Finding]:
-    num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
-    check = conservation.Conservation()
-    offset = 0
-    for record in _records(store):
-        for rows in _rows(
-            store, *slice(offset, offset + record.num_rows).indices(num_rows)[:2], conservation.READ_COLUMNS
-        ):
-            check.add(rows)
-        offset += record.num_rows
-        yield from check.check_commit(record)
-    yield from check.check_store_end(num_rows, offset)
 
 
 def _read_tokens(

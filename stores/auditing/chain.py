@@ -22,14 +22,12 @@ from dataclasses import dataclass, field
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError, StoreUnavailable
-from staleflow.stores.serialization import parse_json
-from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, StoreReader
-from staleflow.stores.trajectories.records import CODEC, StepRecord, chain_hash
+from staleflow.stores.trajectories.layout import id_range
+from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, StoredCommit, StoreReader
+from staleflow.stores.trajectories.records import chain_hash
 
 CHECK = "chain"
 """The name of this check in findings."""
-RECORDS_AT_ONCE = 256
-"""Records of commits read together: some 10 KB each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,18 +51,19 @@ def check_chain(store: StoreReader) -> ChainReport:
     report = ChainReport()
     before, entry, num_rows = "the store's header", store.first_entry, 0
     try:
-        for text, record in _records(store):
+        for commit in store.stored_commits():
+            record = commit.record
             location = f"{record.kind} {record.step}"
             report.num_commits += 1
             if record.previous:
                 report.num_entries += 1
                 if record.previous != entry:
                     report.findings.append(_finding(location, f"does not follow what is stored before it, {before}"))
-                report.findings += _check_rows(store, location, record, num_rows)
+                report.findings += _check_rows(store, location, commit, num_rows)
                 report.weight_inputs += [(record.step, record.inputs)] if record.inputs else []
             elif report.num_entries:
                 report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
-            before, entry, num_rows = location, chain_hash(text), num_rows + record.num_rows
+            before, entry, num_rows = location, chain_hash(commit.text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
                 report.entries[record.step] = entry
         if store.newest_entry != (entry if report.num_entries else ""):
@@ -78,22 +77,15 @@ def check_chain(store: StoreReader) -> ChainReport:
     return report
 
 
-def _records(store: StoreReader) -> Iterator[tuple[bytes, StepRecord]]:
-    first = 0
-    while texts := store.record_texts(first, first + RECORDS_AT_ONCE):
-        for text in texts:
-            try:
-                yield text, CODEC.decode(parse_json(text), StepRecord)
-            except ValueError as error:
-                raise StoreError(f"a record is corrupt: {error}") from error
-        first += len(texts)
-
-
-def _check_rows(store: StoreReader, location: str, record: StepRecord, first: int) -> Iterator[Finding]:
+def _check_rows(store: StoreReader, location: str, commit: StoredCommit, first: int) -> Iterator[Finding]:
     """Check the rows of a commit, which begin at row `first`."""
+    stop = first + commit.record.num_rows
     try:
-        if store.fingerprint_rows(first, first + record.num_rows) != record.rows_fingerprint:
-            yield _finding(location, f"its rows, {first} to {first + record.num_rows - 1}, are not those committed")
+        if store.fingerprint_rows(first, stop) != commit.record.rows_fingerprint:
+            yield _finding(location, f"its rows, {first} to {stop - 1}, are not those committed")
+        ids = id_range(store.numbers(first, stop, ("trajectory",))["trajectory"])
+        if ids != commit.id_range:
+            yield _finding(location, f"its rows have the ids {ids}, the table of commits has {commit.id_range}")
     except StoreUnavailable:
         raise
     except StoreError as error:

@@ -17,27 +17,27 @@ from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
 """The name of this check in findings."""
-READ_COLUMNS = ("trajectory", "fate", "reason")
+READ_COLUMNS = ("fate", "reason")
 """Columns of the rows that the check reads."""
 Ints = npt.NDArray[np.int64]
 
 
 class Conservation:
-    """Checks commit by commit that every started trajectory is stored or in flight."""
+    """Checks commit by commit that every started trajectory is stored or in flight. stored: the ids of the rows so far,
+    which the caller adds."""
 
-    def __init__(self) -> None:
-        self._stored = IdSet()
+    def __init__(self, stored: IdSet) -> None:
+        self._stored = stored
         self._counts: Counter[str] = Counter()
         self._last_record: StepRecord | None = None
 
     def add(self, rows: Rows) -> None:
         """Add rows of the next commit, with the columns READ_COLUMNS."""
-        self._stored.add(rows["trajectory"])
         pairs = np.stack([rows["fate"], rows["reason"]], axis=1)
         kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
         for i in np.argsort(first):  # a counter keeps the order of first occurrence
             fate, reason = kinds[i].tolist()
-            if -len(FATES) <= fate < len(FATES) and -len(REASONS) <= reason < len(REASONS):
+            if 0 <= fate < len(FATES) and 0 <= reason < len(REASONS):
                 self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
     def check_commit(self, record: StepRecord) -> Iterator[Finding]:

@@ -27,8 +27,10 @@ from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Span
 
 CHECK = "bound"
-TURNS = ("turns", "given_tokens", "tool_s")
+SPAN_TOTALS = ("turns", "given_tokens", "tool_s")
 """Columns that a row's spans must agree with."""
+VERSION_COLUMNS = ("v_min", "v_max", "staleness")
+"""Columns that follow from the versions of a row's tokens, its step and its v_traj."""
 CLOSE_S = 1e-6
 """Seconds that sums of the same times may differ by."""
 Ints = npt.NDArray[np.int64]
@@ -169,7 +171,7 @@ class Spans:
         return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
-        """[count, 3] the columns TURNS, computed from the spans of `count` rows."""
+        """[count, 3] the columns SPAN_TOTALS, computed from the spans of `count` rows."""
         is_observation = self.versions == NO_VERSION
         starts = ~is_observation  # a turn begins where a sampled span comes first in its row, or after a given one
         starts[1:] &= is_observation[:-1] | (self.rows[1:] != self.rows[:-1])
@@ -284,9 +286,20 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     breaks_step = consumed_mask & (newest > step)
     row_faults = _token_faults_by_row(block)
     turns = spans.turns(len(rows))
-    stored = np.stack([rows[name] for name in TURNS], axis=1).astype(np.float64)
+    stored = np.stack([rows[name] for name in SPAN_TOTALS], axis=1).astype(np.float64)
+    versions_and_staleness = np.stack(
+        [
+            np.where(newest < oldest, NO_VERSION, oldest),
+            np.where(newest < oldest, NO_VERSION, newest),
+            np.where(consumed_mask, step - v_traj, -1),
+        ],
+        axis=1,
+    )
+    stored_versions = np.stack([rows[name] for name in VERSION_COLUMNS], axis=1)
+    breaks_versions = (stored_versions != versions_and_staleness).any(axis=1)
     breaks_turns = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
-    is_wrong = breaks_v_traj | breaks_bound | breaks_step | breaks_turns | np.isin(range(len(rows)), [*row_faults])
+    is_wrong = breaks_v_traj | breaks_bound | breaks_step | breaks_versions | breaks_turns
+    is_wrong |= np.isin(range(len(rows)), [*row_faults])
     for i in np.flatnonzero(is_wrong).tolist():
         location = f"trajectory {rows['trajectory'][i]}"
         if breaks_v_traj[i]:
@@ -302,6 +315,12 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
             yield Finding(check="arrays", location=location, message=message)
         if breaks_turns[i]:
             yield Finding(check="arrays", location=location, message=describe_turns_mismatch(turns[i], stored[i]))
+        if breaks_versions[i]:
+            numbers = [
+                "versions {} to {} and staleness {}".format(*v[i]) for v in (versions_and_staleness, stored_versions)
+            ]
+            message = f"its tokens have {numbers[0]}; stored are {numbers[1]}"
+            yield Finding(check="arrays", location=location, message=message)
 
 
 def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]) -> Iterator[Finding]:
@@ -318,7 +337,7 @@ def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]
 
 
 def describe_turns_mismatch(spans: Iterable[float], stored: Iterable[float]) -> str:
-    """Describe a row whose spans and stored columns TURNS differ."""
+    """Describe a row whose spans and stored columns SPAN_TOTALS differ."""
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 

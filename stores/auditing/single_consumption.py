@@ -28,23 +28,29 @@ CONSUMED = FATES.index(Fate.CONSUMED)
 
 def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
     """Return a mask of the rows that a training step consumed, [R]."""
-    return np.asarray(np.isin(rows["fate"], (CONSUMED, CONSUMED - len(FATES))), bool)
+    return np.asarray(rows["fate"] == CONSUMED, bool)
 
 
 class ConsumedRows:
-    """Collects which step consumed which rows, in one pass over a store."""
+    """Collects which step consumed which rows, in one pass over a store. header: the store's header."""
 
-    def __init__(self) -> None:
+    def __init__(self, header: RunHeader) -> None:
         self.num_rows = 0
         self.max_staleness = -1
-        self._stored = IdSet()
+        self.stored = IdSet()
+        """The ids of the rows so far."""
+        self._header = header
         self._repeated_ids: set[int] = set()
-        self._counts: list[Ints] = []
+        self._wrong_groups: list[tuple[int, int]] = []
+        """(trajectory, group) of the rows whose group is not that of their id."""
+        self._consumed_groups: list[Ints] = []
         """Arrays [N, 5] with step, group, number of its trajectories, and the first and last of their rows."""
 
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns READ_COLUMNS."""
-        self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
+        self._repeated_ids.update(self.stored.add(rows["trajectory"]).tolist())
+        wrong_rows = rows[rows["group"] != rows["trajectory"] // self._header.oversampled_group_size]
+        self._wrong_groups += wrong_rows[["trajectory", "group"]].tolist()
         consumed_mask = is_consumed(rows)
         (indices,) = np.nonzero(consumed_mask)
         consumed_rows = rows[indices]
@@ -53,7 +59,7 @@ class ConsumedRows:
         ones = np.ones(len(indices), np.int64)
         positions = indices + self.num_rows
         counts = np.stack([consumed_rows["step"], consumed_rows["group"], ones, positions, positions], axis=1)
-        self._counts.append(_merge(counts))
+        self._consumed_groups.append(_merge(counts))
         self.num_rows += len(rows)
 
     def step_ranges(self) -> dict[int, tuple[int, int]]:
@@ -64,15 +70,19 @@ class ConsumedRows:
             for step, a, b in _equal_ranges(counts[:, 0])
         }
 
-    def findings(self, header: RunHeader, trained_steps: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
-        """Check that every trajectory is stored once, and that each step consumed its number of whole groups.
+    def findings(self, trained_steps: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
+        """Check that every trajectory is stored once and in its group, and that each step consumed its number of whole
+        groups.
 
         Args:
-            header: The store's header.
             trained_steps: The steps in the order of their commits.
             rows: The rows of the whole store again, read only if a trajectory is stored more than once.
         """
+        header = self._header
         yield from self._duplicate_findings(rows)
+        for trajectory, group in self._wrong_groups:
+            message = f"stored with group {group}, its id is of group {trajectory // header.oversampled_group_size}"
+            yield Finding(check=CHECK, location=f"trajectory {trajectory}", message=message)
         if list(trained_steps) != list(range(len(trained_steps))):
             yield Finding(
                 check=CHECK, location="steps", message=f"steps are not 0, 1, 2, ...: {list(trained_steps)[:20]}"
@@ -112,8 +122,8 @@ class ConsumedRows:
             yield Finding(check=CHECK, location=f"trajectory {id}", message=f"stored {count} times")
 
     def _merged_counts(self) -> Ints:
-        counts = _merge(np.concatenate([np.zeros((0, 5), np.int64), *self._counts]))
-        self._counts = [counts]
+        counts = _merge(np.concatenate([np.zeros((0, 5), np.int64), *self._consumed_groups]))
+        self._consumed_groups = [counts]
         return counts
 
 

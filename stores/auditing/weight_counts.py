@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.weights.weight_report import WeightCheck
 
 CHECK = "fingerprints"
 """The name of this check in findings."""
@@ -21,6 +23,8 @@ class WeightCounts:
     """Pulls after which every part of the instance's weights was equal to the published one, bit for bit."""
     not_verified: int = 0
     """Pulls after which some part, or all, could not be compared."""
+    unpublished: int = 0
+    """Of the pulls that are not verified, those of versions whose fingerprint no record has."""
     contradicted: int = 0
     """Pulls after which the instance was taken out of service, because a part or its logprobs differed."""
     parts_verified: int = 0
@@ -49,6 +53,8 @@ class WeightCounts:
         if not self.verified:
             lines[0] = f"weights of instances: NOT VERIFIED at any pull ({lines[0].partition(': ')[2]})"
         lines += [f"not verified: {count} parts, {reason}" for reason, count in sorted(self.reasons.items())]
+        if self.unpublished:
+            lines.append(f"not verified: {self.unpublished} pulls, no step that published their version is stored")
         if self.verified and self.unchecked_tokens:
             lines.append(f"not verified: {self.unchecked_tokens} sampled tokens, no pull of their version is stored")
         return tuple(lines)
@@ -61,8 +67,9 @@ class Refusal:
     instance: str
     version: int
     first_accepted_row: int | None
-    """Number of the first row that may have such tokens, because an instance of that name had the correct weights in
-    another start of the run; None: no row may have them."""
+    """Number of the first row after the commit in which an instance of that name had the correct weights at that
+    version. Tokens of that row and of all later ones are not reported, since another start of the run may have sampled
+    them. None: no row may have such tokens."""
 
     def num_tokens(self, row_number: int, spans: Iterable[tuple[str, int, int]]) -> int:
         """Count the tokens of a row that the instance sampled at that version. spans: (instance, version, number of
@@ -70,25 +77,6 @@ class Refusal:
         if self.first_accepted_row is not None and row_number >= self.first_accepted_row:
             return 0
         return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
-
-
-def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
-    """List the instances that were taken out of service, from a run's records."""
-    refusals: dict[tuple[str, int], None] = {}
-    accepted_rows: dict[tuple[str, int], int] = {}
-    num_rows = 0
-    for record in records:
-        for check in record.weight_checks:
-            key = str(check.instance), int(check.version)
-            if check.refused:
-                refusals[key] = None
-            else:
-                accepted_rows.setdefault(key, num_rows)
-        num_rows += record.num_rows
-    return tuple(
-        Refusal(instance=instance, version=version, first_accepted_row=accepted_rows.get((instance, version)))
-        for instance, version in refusals
-    )
 
 
 def refused_token_findings(
@@ -109,51 +97,84 @@ def refused_token_findings(
             yield Finding(check=CHECK, location=location, message=message)
 
 
-def count_outcomes(
-    records: Iterable[StepRecord], published: Mapping[int, str], sampled_tokens: Mapping[tuple[str, int], int]
-) -> WeightCounts:
-    """Count the outcomes of pulls in a run's records.
+class WeightChecks:
+    """The weight checks of a run's records, which are added in the order of the commits. Memory: a few numbers for each
+    pull, and the checks that contradict or precede the stored fingerprint of their version."""
 
-    Args:
-        records: The records.
-        published: Stored fingerprints by version.
-        sampled_tokens: Number of sampled tokens by (instance, version).
-    """
-    pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
-    pulled: set[tuple[str, int]] = set()
-    for record in records:
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self._published: dict[int, str] = {}
+        """Fingerprint of each version by the records, of version 0 by the inputs of the first step."""
+        self._refused: dict[tuple[str, int], None] = {}
+        self._accepted_rows: dict[tuple[str, int], int] = {}
+        self._num_rows = 0
+        self._pulls, self._parts, self._reasons = Counter[str](), Counter[str](), Counter[str]()
+        self._doubtful: list[tuple[str, WeightCheck]] = []
+        """(commit, check) of those that contradict the published weights, or whose version's fingerprint is unknown."""
+        for record in records:
+            self.add(record)
+
+    def add(self, record: StepRecord) -> None:
+        """Add the checks of the next commit."""
+        if record.step == 0 and "weights" in record.inputs:
+            self._published[0] = record.inputs["weights"]
+        if record.kind == "step":
+            self._published[record.step + 1] = record.weight_fingerprint
         for check in record.weight_checks:
-            pulled.add((str(check.instance), int(check.version)))
-            fingerprint = published.get(check.version, check.fingerprint)
-            outcome = check.outcome if check.fingerprint == fingerprint else "contradicted"
-            pulls[outcome] += 1
-            parts["verified"] += check.weights.verified
-            parts["contradicted"] += check.weights.contradicted
-            reasons.update(check.weights.not_verified)
-    return WeightCounts(
-        verified=pulls["verified"],
-        not_verified=pulls["not verified"],
-        contradicted=pulls["contradicted"],
-        parts_verified=parts["verified"],
-        parts_not_verified=reasons.total(),
-        parts_contradicted=parts["contradicted"],
-        reasons={reason: count for reason, count in reasons.items() if count},
-        unchecked_tokens=sum(count for sampler, count in sampled_tokens.items() if sampler not in pulled),
-    )
+            key = str(check.instance), int(check.version)
+            if check.refused:
+                self._refused[key] = None
+            else:
+                self._accepted_rows.setdefault(key, self._num_rows)
+            if check.outcome == "contradicted" or check.fingerprint != self._published.get(check.version):
+                self._doubtful.append((f"{record.kind} {record.step}", check))
+            else:
+                self._pulls[check.outcome] += 1
+            self._parts.update(verified=check.weights.verified, contradicted=check.weights.contradicted)
+            self._reasons.update(check.weights.not_verified)
+        self._num_rows += record.num_rows
 
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The instances that were taken out of service."""
+        return tuple(
+            Refusal(instance=instance, version=version, first_accepted_row=self._accepted_rows.get((instance, version)))
+            for instance, version in self._refused
+        )
 
-def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
-    """Report the instances in a record whose weights differed from the published ones."""
-    location = f"{record.kind} {record.step}"
-    for check in record.weight_checks:
-        fingerprint = published.get(check.version, check.fingerprint)
-        if check.outcome == "contradicted" or check.fingerprint != fingerprint:
-            differences = []
-            if check.fingerprint != fingerprint or check.weights.contradicted:
-                differences.append(f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}")
-            if not check.drift <= check.limit:  # nor NaN
-                differences.append(f"its logprobs differed by {check.drift:.3g} nats, limit {check.limit:.3g}")
-            why = check.refused or "; ".join(differences)
-            event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
-            message = f"{check.instance} {event} at version {check.version}: {why}"
-            yield Finding(check=CHECK, location=location, message=message)
+    def findings(self) -> Iterator[Finding]:
+        """Report the instances whose weights differed from the published ones."""
+        for location, check in self._doubtful:
+            fingerprint = self._published.get(check.version, check.fingerprint)
+            if check.outcome == "contradicted" or check.fingerprint != fingerprint:
+                differences = []
+                if check.fingerprint != fingerprint or check.weights.contradicted:
+                    differences.append(f"it had {check.fingerprint}, {fingerprint} was published; {check.weights.line}")
+                if not check.drift <= check.limit:  # nor NaN
+                    differences.append(f"its logprobs differed by {check.drift:.3g} nats, limit {check.limit:.3g}")
+                why = check.refused or "; ".join(differences)
+                event = "was taken out of service" if check.refused else "had wrong weights and kept sampling"
+                message = f"{check.instance} {event} at version {check.version}: {why}"
+                yield Finding(check=CHECK, location=location, message=message)
+
+    def counts(self, sampled_tokens: Mapping[tuple[str, int], int] = MappingProxyType({})) -> WeightCounts:
+        """Count the outcomes of all pulls. sampled_tokens: number of sampled tokens by (instance, version)."""
+        pulls = Counter(self._pulls)
+        for _, check in self._doubtful:
+            fingerprint = self._published.get(check.version)
+            if check.outcome == "contradicted" or fingerprint not in (None, check.fingerprint):
+                pulls["contradicted"] += 1
+            else:
+                pulls["not verified" if fingerprint is None else check.outcome] += 1
+                pulls["unpublished"] += fingerprint is None
+        pulled = self._refused.keys() | self._accepted_rows.keys()
+        return WeightCounts(
+            verified=pulls["verified"],
+            not_verified=pulls["not verified"],
+            contradicted=pulls["contradicted"],
+            unpublished=pulls["unpublished"],
+            parts_verified=self._parts["verified"],
+            parts_not_verified=self._reasons.total(),
+            parts_contradicted=self._parts["contradicted"],
+            reasons={reason: count for reason, count in self._reasons.items() if count},
+            unchecked_tokens=sum(count for sampler, count in sampled_tokens.items() if sampler not in pulled),
+        )

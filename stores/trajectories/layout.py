@@ -25,6 +25,7 @@ from staleflow.stores.trajectories.columns import (
     empty_rows,
     span_seconds,
 )
+from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import (
     NO_VERSION,
     EndedTrajectory,
@@ -50,6 +51,17 @@ COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 TIMES = tuple(field.name for field in fields(Timings))
 KINDS = ("step", "end", "resume", "refusal")
 """Kinds of commits, as COMMIT_COLUMNS has them; others have no index."""
+
+
+def commit_numbers(record: StepRecord) -> tuple[int, int, int, int]:
+    """The first four COMMIT_COLUMNS, which repeat numbers of a commit's record."""
+    kind = KINDS.index(record.kind) if record.kind in KINDS else len(KINDS)
+    return kind, record.step, record.num_rows, record.num_tokens
+
+
+def id_range(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """The smallest and largest id, as COMMIT_COLUMNS has them; -1 and -1 without any."""
+    return (int(ids.min()), int(ids.max())) if len(ids) else (-1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

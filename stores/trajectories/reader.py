@@ -22,6 +22,7 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
+from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories import dataframes, layout
 from staleflow.stores.trajectories.column_chunks import read_all
 from staleflow.stores.trajectories.columns import (
@@ -53,6 +54,8 @@ ROW_COUNT_ARRAY = "rows/trajectory"
 """The array whose length is the number of rows."""
 TokenRange = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
+RECORDS_AT_ONCE = 256
+"""Records of commits read together: some 10 KB each."""
 BLOCK_ROWS = 4096
 """Rows read together."""
 CONCURRENT_READS = 8
@@ -77,6 +80,17 @@ class DamagedChunk:
     number: int
     elements: int
     error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCommit:
+    """A commit as it is stored."""
+
+    record: StepRecord
+    text: bytes
+    """The stored JSON text of the record."""
+    id_range: tuple[int, int]
+    """Smallest and largest id of its trajectories, according to the table of commits; -1 and -1 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,13 +180,16 @@ class StoreReader:
         """The commits at start <= number < stop, all by default, oldest first. As in slices, negative numbers count
         from the end. Reads no trajectories."""
         root = self._read_root()
-        return list(self._records(root, *slice(start, stop).indices(self._num_commits(root))[:2]))
-
-    def record_texts(self, start: int, stop: int) -> list[bytes]:
-        """The records of the commits at start <= number < stop as stored JSON texts. Raises StoreError."""
-        root = self._read_root()
         bounds = slice(start, stop).indices(self._num_commits(root))[:2]
-        return [text for _, text in self._texts(root, *bounds)]
+        return [commit.record for commit in self._stored_commits(root, *bounds)]
+
+    def stored_commits(self) -> Iterator[StoredCommit]:
+        """All commits, oldest first. Raises StoreError at the first that cannot be read, or whose record differs from
+        the table of commits."""
+        root = self._read_root()
+        count = self._num_commits(root)
+        for start in range(0, count, RECORDS_AT_ONCE):
+            yield from self._stored_commits(root, start, min(start + RECORDS_AT_ONCE, count))
 
     def entry(self, step: int) -> str:
         """The entry of a training step in the run's chain (stores/auditing/chain.py). Raises StoreError."""
@@ -182,7 +199,8 @@ class StoreReader:
         if not is_step.any():
             raise StoreError(f"{self._location}: no commit of step {step}")
         index = int(np.argmax(is_step))
-        return chain_hash(self.record_texts(index, index + 1)[0])
+        (commit,) = self._stored_commits(root, index, index + 1)
+        return chain_hash(commit.text)
 
     @property
     def first_entry(self) -> str:
@@ -197,24 +215,27 @@ class StoreReader:
         (commit,) = itertools.islice(self._repository.ancestry(snapshot_id=run_snapshot), 1)
         return str(commit.metadata.get("entry", ""))
 
-    def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:
-        for step, text in self._texts(root, start, stop):
+    def _stored_commits(self, root: Any, start: int, stop: int) -> Iterator[StoredCommit]:
+        for line, text in self._texts(root, start, stop):
+            step = line[COMMIT_AT["step"]]
             with raised_as(StoreError, f"{self._location}: the record of step {step} is corrupt", ValueError):
-                record = CODEC.decode(json.loads(text), StepRecord)
-            yield record
+                record = CODEC.decode(parse_json(text), StepRecord)
+                if layout.commit_numbers(record) != (*line[:4],) or min(record.num_rows, record.num_tokens) < 0:
+                    raise ValueError(f"the table of commits has {line[:4]}, it has {layout.commit_numbers(record)}")
+            yield StoredCommit(record=record, text=text, id_range=(line[4], line[5]))
 
-    def _texts(self, root: Any, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """(step, record as it is stored) of the commits at start <= number < stop."""
+    def _texts(self, root: Any, start: int, stop: int) -> Iterator[tuple[list[int], bytes]]:
+        """(COMMIT_COLUMNS, record as it is stored) of the commits at start <= number < stop."""
         if start >= stop:
             return
-        table = self._slice(root, "commits", start, stop)
-        record_locations = table[:, [COMMIT_AT[name] for name in ("step", "record_offset", "record_bytes")]].tolist()
+        table = self._slice(root, "commits", start, stop).tolist()
         length = int(root["records"].shape[0])
-        record_start = min(max(0, min(offset for _, offset, _ in record_locations)), length)
-        end = min(max(record_start, *(offset + size for _, offset, size in record_locations)), length)
+        record_start = min(max(0, min(offset for *_, offset, _ in table)), length)
+        end = min(max(record_start, *(offset + size for *_, offset, size in table)), length)
         text = self._slice(root, "records", record_start, end).tobytes()
-        for step, offset, size in record_locations:
-            yield step, text[max(0, offset - record_start) : offset - record_start + size]
+        for line in table:
+            *_, offset, size = line
+            yield line, text[max(0, offset - record_start) : offset - record_start + size]
 
     def _num_commits(self, root: Any) -> int:
         return int(root["commits"].shape[0])
@@ -225,7 +246,8 @@ class StoreReader:
         count = self._num_commits(root)
         table = self._slice(root, "commits", 0, count)
         step_indices = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
-        records = {int(i): next(self._records(root, i, i + 1)) for i in {*step_indices[-1:].tolist(), count - 1} - {-1}}
+        indices = {*step_indices[-1:].tolist(), count - 1} - {-1}
+        records = {int(i): next(self._stored_commits(root, i, i + 1)).record for i in indices}
         return Summary(
             num_steps=len(step_indices),
             num_rows=num_rows(root),

@@ -36,7 +36,7 @@ from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
-from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
+from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, ROW_COUNT_ARRAY, StoreReader, elements_per_file, num_rows
 from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, chain_hash
 from staleflow.stores.trajectories.repository import (
@@ -307,20 +307,8 @@ def _digest(record: StepRecord, ids: Sequence[int]) -> str:
 def _pack_record(root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
     """The values that a commit appends to `commits` and `records`. text: the encoded record. ids: ids of its
     trajectories."""
-    numbers = {
-        "kind": KINDS.index(record.kind) if record.kind in KINDS else len(KINDS),
-        "step": record.step,
-        "rows": record.num_rows,
-        "tokens": record.num_tokens,
-        "first_id": ids.min() if len(ids) else -1,
-        "last_id": ids.max(initial=-1),
-        "record_offset": root["records"].shape[0],
-        "record_bytes": len(text),
-    }
-    return {
-        "records": np.frombuffer(text, np.uint8),
-        "commits": np.asarray([[numbers[name] for name in COMMIT_COLUMNS]], np.int64),
-    }
+    numbers = [*layout.commit_numbers(record), *layout.id_range(ids), root["records"].shape[0], len(text)]
+    return {"records": np.frombuffer(text, np.uint8), "commits": np.asarray([numbers], np.int64)}
 
 
 def create_arrays(root: Any, header: Any) -> None:

@@ -221,12 +221,12 @@ def test_a_corrupt_trajectory_raises_an_error_with_a_remedy(tmp_path: Path) -> N
         next(run.trajectories(texts=False))
     assert len(run.steps()) == 1, "steps are read without them"
     report = run.audit()
-    assert (report.clean, report.readable, report.as_dict()["num_steps"]) == (False, False, None)
+    assert (report.clean, report.as_dict()["num_steps"]) == (False, None)
 
 
 def test_audit_covers_the_stored_steps(run: staleflow.Run, run_copy: staleflow.Run) -> None:
     report = run.audit(full=True)
-    assert (report.clean, report.readable, report.num_steps, report.max_staleness) == (True, True, 3, 1)
+    assert (report.clean, report.num_steps, report.max_staleness) == (True, 3, 1)
     assert report.checks[-1] == "history"
     assert run.at_step(1).audit().num_steps == 2
     assert run.drop_bias().consumed.trajectories == 6

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.weight_counts import count_outcomes
+from staleflow.stores.auditing.weight_counts import WeightChecks
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
+from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoredCommit, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory, outcome_key
 
@@ -23,6 +24,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
         rows = list(store.ended())
         table = store.table()
         turns = list(zip(*(table[name].tolist() for name in ("turns", "given_tokens", "tool_s")), strict=True))
+        lines = list(store.stored_commits())
         if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
             raise StoreError(broken.error)
     except StoreError as error:
@@ -39,6 +41,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
             unchecked=("bound", "once", "conservation", "fingerprints"),
         )
     findings += _array_findings(store)
+    findings += _commits(lines, table)
     findings += _rows(store, rows, turns)
     findings += _once(store.header, records, rows)
     findings += _conservation(records, rows)
@@ -50,10 +53,26 @@ def plain_audit(store: StoreReader) -> AuditReport:
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),
-        weights=count_outcomes(
-            records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}, _sampled_tokens(rows)
-        ),
+        weights=WeightChecks(records).counts(_sampled_tokens(rows)),
     )
+
+
+def _commits(commits: list[StoredCommit], table: Mapping[str, Any]) -> Iterable[Finding]:
+    """Check the numbers of each commit against its rows."""
+    at = 0
+    for commit in commits:
+        part = slice(at, at + commit.record.num_rows)
+        tokens = sum((table["prompt_tokens"] + table["response_tokens"])[part].tolist())
+        ids = table["trajectory"][part].tolist()
+        found, stored = (tokens, min(ids, default=-1), max(ids, default=-1)), commit.id_range
+        if found != (commit.record.num_tokens, *stored):
+            message = (
+                f"its rows have {found[0]} tokens and the ids {found[1]} to {found[2]}, "
+                f"it was stored with {commit.record.num_tokens} and {stored[0]} to {stored[1]}"
+            )
+            where = f"{commit.record.kind} {commit.record.step}"
+            yield Finding(check="arrays", location=where, message=message)
+        at += commit.record.num_rows
 
 
 def _sampled_tokens(rows: Iterable[EndedTrajectory]) -> Counter[tuple[str, int]]:
@@ -99,15 +118,6 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
         yield Finding(check="arrays", location="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
-    try:
-        table = store.table(names=SPAN_COLUMNS)
-    except StoreError:
-        return  # the damaged chunk is reported elsewhere
-    if len(table["offset"]):
-        need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
-        for name in (n for n in lengths if n.startswith("tokens/")):
-            if lengths[name] < need:
-                yield Finding(check="arrays", location=name, message=f"truncated: {lengths[name]} of {need} tokens")
 
 
 def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
@@ -123,7 +133,8 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
         if min(offset, prompt, response) >= 0:
             versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
-        for message in (*faults, *_turn_faults(row.trajectory, turns[i])):
+        versions_of_row = [int(table[name][i]) for name in ("v_min", "v_max", "staleness")]
+        for message in (*faults, *_turn_faults(row.trajectory, turns[i]), *_version_faults(row, versions_of_row)):
             yield Finding(check="arrays", location=where, message=message)
 
 
@@ -150,6 +161,14 @@ def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:
         )
 
 
+def _version_faults(row: EndedTrajectory, stored: list[int]) -> Iterable[str]:
+    versions = row.trajectory.versions[row.trajectory.sampled].tolist()
+    expected = [min(versions, default=-1), max(versions, default=-1), row.staleness]
+    if expected != stored:
+        texts = ["versions {} to {} and staleness {}".format(*numbers) for numbers in (expected, stored)]
+        yield f"its tokens have {texts[0]}; stored are {texts[1]}"
+
+
 def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
     t = row.trajectory
@@ -173,6 +192,11 @@ def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajecto
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
             yield Finding(check="once", location=f"trajectory {trajectory}", message=f"stored {count} times")
+    for row in rows:
+        t, own = row.trajectory, row.trajectory.id // header.oversampled_group_size
+        if t.group != own:
+            message = f"stored with group {t.group}, its id is of group {own}"
+            yield Finding(check="once", location=f"trajectory {t.id}", message=message)
     consumed: dict[int, Counter[int]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
@@ -256,6 +280,7 @@ def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
         if row.fate is Fate.CONSUMED:
             by_step.setdefault(row.step, []).append(row)
     published = {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}
+    published.update((0, r.inputs["weights"]) for r in records if r.step == 0 and "weights" in r.inputs)
     checks = [
         (sum(earlier.num_rows for earlier in records[:i]), check)
         for i, record in enumerate(records)

@@ -25,8 +25,9 @@ from staleflow.stores.auditing.audit import AuditReport, audit
 from staleflow.stores.auditing.conservation import Conservation
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import ConsumedRows
-from staleflow.stores.auditing.weight_counts import WeightCounts
+from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
 from staleflow.stores.id_sets import IdSet, merge_ids
+from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import (
@@ -67,7 +68,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     """Return a store of a run of a few steps without faults, with dropped trajectories and a remainder in flight."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     size, groups, eta = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
-    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, oversampled_group_size=2)
+    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, oversampled_group_size=4)
     store = VersionedStore.create(folder, header)
     counts: Counter[str] = Counter()
     live: set[int] = set()
@@ -76,20 +77,18 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     for step in range(num_steps):
         batch, dropped = [], []
         for _ in range(groups):
-            first = -(-started // 2)
-            for member in range(size):
-                row = ended(numbers, 2 * first + member, step)
-                batch.append(row)
-            # `ended` groups ids by two; a group of any size is one here.
-            batch[-size:] = [with_group(row, 100 * step + len(batch)) for row in batch[-size:]]
-            started = 2 * first + size
+            first = -(-started // 4) * 4
+            batch += [in_group_of_four(ended(numbers, first + member, step)) for member in range(size)]
+            started = first + size
         for _ in range(rng.randint(0, 3)):
             reason = rng.choice((AbortReason.SURPLUS_GROUP, AbortReason.ENGINE_FAILED))
-            dropped.append(replace(ended(numbers, started, step, Fate.ABORTED, loss_mask=False), reason=reason))
+            row = in_group_of_four(ended(numbers, started, step, Fate.ABORTED, loss_mask=False))
+            dropped.append(replace(row, reason=reason))
             started += 1
         skipped = set(range(started)) - {r.trajectory.id for r in [*batch, *dropped]} - live - stored_of(store)
         late = rng.sample(sorted(live), min(len(live), rng.randint(0, 2)))
-        dropped += [replace(ended(numbers, i, step, Fate.FILTERED), reason=AbortReason.NO_SIGNAL) for i in late]
+        filtered = [in_group_of_four(ended(numbers, i, step, Fate.FILTERED)) for i in late]
+        dropped += [replace(row, reason=AbortReason.NO_SIGNAL) for row in filtered]
         live = (live | skipped) - set(late)
         started += (more := rng.randint(0, 3))
         live |= set(range(started - more, started))
@@ -105,7 +104,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
             ),
             rows,
         )  # fmt: skip
-    rest = [ended(numbers, i, num_steps, Fate.ABORTED) for i in sorted(live)]
+    rest = [in_group_of_four(ended(numbers, i, num_steps, Fate.ABORTED)) for i in sorted(live)]
     counts.update(outcome_key(r.fate, r.reason) for r in rest)
     ledger = LedgerState(num_started=started, num_ended=dict(counts), live=(), next_step=num_steps, version=num_steps)
     if rng.random() < 0.8:
@@ -113,8 +112,9 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     return store
 
 
-def with_group(row: EndedTrajectory, group: int) -> EndedTrajectory:
-    return replace(row, trajectory=replace(row.trajectory, group=GroupId(group)))
+def in_group_of_four(row: EndedTrajectory) -> EndedTrajectory:
+    """Return the row with a group of four; `ended` has groups of two."""
+    return replace(row, trajectory=replace(row.trajectory, group=GroupId(row.trajectory.id // 4)))
 
 
 def stored_of(store: VersionedStore) -> set[int]:
@@ -212,6 +212,10 @@ def change_record(root: Any, rng: random.Random) -> None:
             record["step"] = rng.choice((0, 1, 2, 9))
         case 6:
             record["weight_fingerprint"] = "other"
+    table[:, COMMIT_AT["rows"]] = [r["num_rows"] for r in records]
+    table[:, COMMIT_AT["step"]] = [r["step"] for r in records]
+    if rng.random() < 0.2:
+        table[rng.randrange(len(table)), rng.randrange(6)] += rng.choice((-1, 1))
     written = [json.dumps(r).encode() for r in records]
     ends = np.cumsum([len(w) for w in written])
     table[:, COMMIT_AT["record_bytes"]] = [len(w) for w in written]
@@ -268,7 +272,8 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     plant_faults(folder, rng, faults)
     store = VersionedStore.open(folder)
     with pytest.MonkeyPatch.context() as patch:  # a store of a few rows is read in several blocks and tasks too
-        for name in ("RECORDS_AT_ONCE", "ROWS_AT_ONCE", "TASK_TOKENS", "TASK_COMMITS"):
+        patch.setattr(reader, "RECORDS_AT_ONCE", rng.choice((1, 3, 2**20)))
+        for name in ("ROWS_AT_ONCE", "TASK_TOKENS", "TASK_COMMITS"):
             patch.setattr(audit_module, name, rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "BLOCK_ROWS", rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "GAP", rng.choice((0, 2**20)))
@@ -327,7 +332,7 @@ IDS = st.integers(0, 14)
 def test_conservation_findings_match_an_implementation_with_sets(
     commits: list[tuple[list[int], int, list[tuple[int, int]]]],
 ) -> None:
-    kept = Conservation()
+    kept = Conservation(IdSet())
     found: list[Finding] = []
     expected: list[Finding] = []
     stored: set[int] = set()
@@ -338,7 +343,8 @@ def test_conservation_findings_match_an_implementation_with_sets(
         )
         record = StepRecord(kind="step", step=step, ledger=ledger)
         rows = empty_rows(len(ids), select_columns(conservation.READ_COLUMNS))
-        rows["trajectory"], rows["fate"], rows["reason"] = ids, 0, 0
+        rows["fate"], rows["reason"] = 0, 0
+        kept._stored.add(np.asarray(ids, np.int64))
         kept.add(rows)
         found += kept.check_commit(record)
         stored |= set(ids)
@@ -348,7 +354,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
 
 
 def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
-    conservation = Conservation()
+    conservation = Conservation(IdSet())
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
     (lost, wrong) = conservation.check_commit(StepRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
@@ -360,14 +366,6 @@ ROW = st.tuples(
 )
 
 
-def test_is_consumed_accepts_positive_and_negative_fate_indices() -> None:
-    rows = empty_rows(4 * len(FATES), select_columns(("fate",)))
-    rows["fate"] = np.arange(len(rows)) - 2 * len(FATES)
-    known = [-len(FATES) <= number < len(FATES) for number in rows["fate"]]
-    expected = [fits and FATES[number] is Fate.CONSUMED for fits, number in zip(known, rows["fate"], strict=True)]
-    assert single_consumption.is_consumed(rows).tolist() == expected
-
-
 INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1, 0, 0, 1, 0, 1))]
 """Step 0 consumed group 1 first, and step 1 both groups again."""
 
@@ -377,7 +375,8 @@ INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1
 def test_consumption_findings_match_an_implementation_with_dicts(
     blocks: list[list[tuple[int, int, Fate, int]]], trained: list[int], group_size: int
 ) -> None:
-    consumed, tables = ConsumedRows(), []
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, oversampled_group_size=2)
+    consumed, tables = ConsumedRows(header), []
     for block in blocks:
         rows = empty_rows(len(block), select_columns(single_consumption.READ_COLUMNS))
         rows["v_traj"] = np.arange(len(block)) % 2
@@ -403,6 +402,11 @@ def test_consumption_findings_match_an_implementation_with_dicts(
         for id, count in Counter(id for id, *_ in rows_of_all).items()
         if count > 1
     ]
+    expected += [
+        (f"trajectory {id}", f"stored with group {group}, its id is of group {id // 2}")
+        for id, group, *_ in rows_of_all
+        if group != id // 2
+    ]
     if trained != list(range(len(trained))):
         expected.append(("steps", f"steps are not 0, 1, 2, ...: {trained}"))
     expected += [(f"step {s}", "consumed rows, and no commit trained it") for s in sorted(steps) if s not in trained]
@@ -415,8 +419,7 @@ def test_consumption_findings_match_an_implementation_with_dicts(
         if sorted(sizes.values()) != [group_size] * 2
     ]
     expected += [(f"group {group}", f"consumed by steps {sorted(of)}") for group, of in groups.items() if len(of) > 1]
-    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, oversampled_group_size=2)
-    assert [(f.location, f.message) for f in consumed.findings(header, trained, tables)] == expected
+    assert [(f.location, f.message) for f in consumed.findings(trained, tables)] == expected
 
 
 CHECK = st.builds(
@@ -434,13 +437,22 @@ SPAN = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(1, 3))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(CHECK, max_size=2)), max_size=4),
     st.lists(st.lists(SPAN, max_size=3), max_size=5),
+    st.sampled_from([None, 0]),
 )
 def test_weight_counts_match_a_count_per_pull_and_per_row(
-    commits: list[tuple[int, list[WeightCheck]]], rows: list[list[tuple[str, int, int]]]
+    commits: list[tuple[int, list[WeightCheck]]], rows: list[list[tuple[str, int, int]]], base_record: int | None
 ) -> None:
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     records = [
-        StepRecord(kind="step", step=i, ledger=ledger, num_rows=count, weight_checks=tuple(checks))
+        StepRecord(
+            kind="step" if i == 0 else "refusal",
+            step=i,
+            ledger=ledger,
+            num_rows=count,
+            weight_fingerprint="w1",
+            weight_checks=tuple(checks),
+            inputs={"weights": "w0"} if i == base_record else {},
+        )
         for i, (count, checks) in enumerate(commits)
     ]
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
@@ -448,20 +460,24 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
     for i, (_, checks) in enumerate(commits):
         for check in checks:
             held.append((sum(count for count, _ in commits[:i]), check))
-            other = check.version == 1 and check.fingerprint != "w1"  # only version 1 was published
-            differs = other or check.refused or check.drift > check.limit
-            pulls["contradicted" if differs else check.weights.outcome] += 1
+            is_published = check.version == 1 or base_record == 0
+            other = is_published and check.fingerprint != f"w{check.version}"
+            differs = other or check.refused or check.drift > check.limit or check.weights.contradicted
+            pulls["contradicted" if differs else check.weights.outcome if is_published else "not verified"] += 1
+            pulls["unpublished"] += not differs and not is_published
             parts.update(verified=check.weights.verified, contradicted=check.weights.contradicted)
             reasons.update(check.weights.not_verified)
     sampled = Counter(dict.fromkeys([("a", 0), ("b", 1), ("c", 1)], 5))
     pulled = {(check.instance, check.version) for _, check in held}
-    assert weight_counts.count_outcomes(records, {1: "w1"}, sampled) == WeightCounts(
+    checks = WeightChecks(records)
+    assert checks.counts(sampled) == WeightCounts(
         verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
+        unpublished=pulls["unpublished"],
         parts_verified=parts["verified"], parts_not_verified=sum(reasons.values()),
         parts_contradicted=parts["contradicted"], reasons=dict(reasons),
         unchecked_tokens=5 * len(sampled.keys() - pulled),
     )  # fmt: skip
-    refused = weight_counts.refusals(records)
+    refused = checks.refusals
     for number, spans in enumerate(rows):
         expected = Counter[tuple[str, int]]()
         for instance, version, size in spans:
@@ -494,6 +510,8 @@ def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:
     pulls, parts = WeightCounts(not_verified=2, contradicted=1, parts_verified=5).lines
     assert pulls == "weights of instances: NOT VERIFIED at any pull (0 pulls verified, 2 not verified, 1 contradicted)"
     assert parts == "5 parts verified, 0 not verified, 0 contradicted"
+    (*_, unpublished) = WeightCounts(verified=2, not_verified=3, unpublished=3).lines
+    assert unpublished == "not verified: 3 pulls, no step that published their version is stored"
     (*_, unchecked) = WeightCounts(verified=2, unchecked_tokens=7).lines
     assert unchecked == "not verified: 7 sampled tokens, no pull of their version is stored"
 
@@ -501,22 +519,22 @@ def test_a_run_without_a_verified_pull_is_reported_as_not_verified() -> None:
 @pytest.mark.parametrize(
     ("steps", "verified", "check", "results", "verdict"),
     [
-        (1, 1, "", (True, True, True), "holds"),
-        (0, 1, "", (True, False, True), "NOT VERIFIED: no steps are stored yet, so there is nothing to verify"),
-        (1, 0, "", (True, False, True), "NOT VERIFIED: the weights of no instance were verified"),
-        (1, 1, "once", (False, False, True), "BROKEN"),
-        (1, 1, "arrays", (False, False, False), "BROKEN"),
+        (1, 1, "", (True, True), "holds"),
+        (0, 1, "", (True, False), "NOT VERIFIED: no steps are stored yet, so there is nothing to verify"),
+        (1, 0, "", (True, False), "NOT VERIFIED: the weights of no instance were verified"),
+        (1, 1, "once", (False, False), "BROKEN"),
+        (1, 1, "arrays", (False, False), "BROKEN"),
     ],
 )
 def test_a_report_proves_something_only_if_something_was_checked(
-    steps: int, verified: int, check: str, results: tuple[bool, bool, bool], verdict: str
+    steps: int, verified: int, check: str, results: tuple[bool, bool], verdict: str
 ) -> None:
     report = AuditReport(
         num_steps=steps, num_trajectories=7, num_tokens=8, max_staleness=2, checks=(),
         weights=WeightCounts(verified=verified),
         findings=(Finding(check=check, location="w", message="m"),) if check else (),
     )  # fmt: skip
-    assert (report.clean, report.proves, report.readable) == results
+    assert (report.clean, report.proves) == results
     assert report.verdict == verdict
     assert report.as_dict()["num_tokens"] == 8
     assert replace(report, unchecked=("once",)).as_dict() | {"num_steps": None, "max_staleness": None} == {

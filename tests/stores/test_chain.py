@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     assert report.weight_inputs == [(2, inputs)]
     assert {step: entries[step] for step in (0, 1)} == {step: report.entries[step] for step in (0, 1)}
     assert report.entries[2] != entries[2]
-    texts = store.record_texts(0, 99)
+    texts = [commit.text for commit in store.stored_commits()]
     assert json.loads(texts[0])["previous"] == store.first_entry
     assert store.newest_entry == chain_hash(texts[-1])
     undone = next(iter(store.branches()))
@@ -70,15 +70,15 @@ def test_record_that_cannot_be_decoded_is_reported_after_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(tmp_path / "s")
-    read = StoreReader.record_texts
+    read = StoreReader._texts
 
-    def corrupt(store: StoreReader, first: int, last: int) -> list[bytes]:
-        return [b"{}" if first + i == 1 else text for i, text in enumerate(read(store, first, last))]
+    def corrupt(store: StoreReader, *args: Any) -> Iterator[tuple[list[int], bytes]]:
+        return ((line, b"{}" if i == 1 else text) for i, (line, text) in enumerate(read(store, *args)))
 
-    monkeypatch.setattr(StoreReader, "record_texts", corrupt)
+    monkeypatch.setattr(StoreReader, "_texts", corrupt)
     (finding,) = check_chain(store).findings
     assert finding.location == "step 0"
-    assert finding.message.startswith("what follows cannot be read: a record is corrupt: ")
+    assert finding.message.startswith(f"what follows cannot be read: {store.path}: the record of step 1 is corrupt: ")
 
 
 def test_commits_without_a_chain_entry_are_counted_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def in_records(root: Any, rng: random.Random) -> str:
 
 def in_commits(root: Any, rng: random.Random) -> str:
     table = root["commits"]
-    row, column = rng.randrange(table.shape[0]), COMMIT_AT[rng.choice(["record_offset", "record_bytes"])]
+    row, column = rng.randrange(table.shape[0]), rng.randrange(len(COMMIT_AT))
     table[row, column] = int(table[row, column]) + rng.choice([-1, 1])
     return ""
 
