@@ -50,7 +50,7 @@ class TransferFailed(StaleflowError, ConnectionError):
 
 
 class StoreError(StaleflowError, OSError):
-    """The store cannot be read or written. Nothing is half-written."""
+    """A store, or a file of weights, checkpoints or settings, cannot be read or written. Nothing is half-written."""
 
 
 class StoreUnavailable(StoreError):

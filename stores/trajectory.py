@@ -34,7 +34,8 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class FinishReason(Enum):
-    """The reason why sampling ended."""
+    """The reason why sampling ended. Stores keep the position of a member, so new ones go to the end; the same holds
+    for Fate and AbortReason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -137,7 +138,7 @@ AUXILIARY = "auxiliary"
 """Role of turns that were sampled and are not trained on: they are stored as given tokens."""
 Span = Segment | EnvSpan
 NO_VERSION = PolicyVersion(-1)
-"""In place of a version, of tokens that were given."""
+"""The version of tokens that were given, not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,7 @@ class Trajectory:
 
     @property
     def num_given(self) -> int:
-        """Number of tokens after the prompt that environments returned."""
+        """Number of tokens after the prompt that were given: by environments, and those of auxiliary turns."""
         return self.num_tokens - self.num_sampled
 
     @property

@@ -20,9 +20,10 @@ Invariants:
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -271,17 +272,7 @@ class InFlightState:
 
     def copy_with(self, entry: spool_entries.Entry) -> InFlightState:
         """Return a copy of the state with `entry` applied. Does not change the state."""
-        state = InFlightState(
-            group_size=self.group_size,
-            num_drawn=self.num_drawn,
-            live=dict(self.live),
-            scored=set(self.scored),
-            routings=dict(self.routings),
-            attempts=dict(self.attempts),
-            turn_limits=dict(self.turn_limits),
-            batches=dict(self.batches),
-            discarded=list(self.discarded),
-        )
+        state = InFlightState(**{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
         state.apply(entry)
         return state
 
@@ -522,9 +513,4 @@ def _append(spans: list[Span], segment: Segment, *, merge: bool) -> None:
 
 def _clip_timings(timings: Timings, now_s: float) -> Timings:
     """Limit the times of a trajectory to `now_s`, the time of the resume point: the killed run went on after it."""
-    return Timings(
-        arrived_s=min(timings.arrived_s, now_s),
-        routed_s=min(timings.routed_s, now_s),
-        sampled_s=min(timings.sampled_s, now_s),
-        rewarded_s=min(timings.rewarded_s, now_s),
-    )
+    return Timings(**{f.name: min(getattr(timings, f.name), now_s) for f in fields(timings)})

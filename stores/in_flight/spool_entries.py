@@ -203,7 +203,7 @@ def encode(entry: Entry) -> bytes:
                 return [getattr(value, f.name) for f in fields(value)]
             case Enum():
                 return value.value
-        return float(value)  # a number of numpy
+        return value.item()  # a number of numpy
 
     text = json.dumps([_NAMES[type(entry)], *values], default=plain, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])

@@ -113,7 +113,7 @@ EMPTY_LEDGER = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, ve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The record of one commit: of a training step with the batch it consumed, or of another event, which `kind`
+    """The record of any commit: of a training step with the batch it consumed, or of another event, which `kind`
     names."""
 
     kind: str
@@ -133,7 +133,7 @@ class StepRecord:
     context branches of the trajectories."""
     num_rows: int = 0
     num_tokens: int = 0
-    """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
+    """Rows and stored tokens (prompts included) of this commit, which the audit compares with its rows."""
     weight_checks: tuple[WeightCheck, ...] = ()
     """What the instances' pulls since the commit before showed."""
     inputs: dict[str, str] = field(default_factory=dict)

@@ -32,6 +32,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
+from staleflow.stores.id_sets import IdSet, Ints
 from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
@@ -184,14 +185,14 @@ class VersionedStore(StoreReader):
         try:
             with lock_head(path):
                 if self._failed:  # credentials are read when a repository is opened
-                    self._repository, self._ids = open_repository(path), None
+                    self._repository = open_repository(path)
                 snapshot = self._applied_snapshot(digest) or self._append_and_commit(record, rows, digest)
         except StoreError as error:
-            self._failed = isinstance(error, StoreUnavailable)
+            self._failed, self._ids = isinstance(error, StoreUnavailable), None
             raise
         except Exception as error:  # zarr raises errors of its own if Icechunk cannot read
             # The session is dropped: data written before the failure belong to no snapshot.
-            self._failed = True
+            self._failed, self._ids = True, None
             problem = f"{path}: {record.kind} {record.step} could not be stored"
             if url := url_of(path):
                 raise StoreUnavailable(f"{problem}: {url} does not take it: {one_line(error)}") from error
@@ -200,8 +201,6 @@ class VersionedStore(StoreReader):
             ) from error
         self._failed = False
         self._head = snapshot
-        if self._ids is not None:
-            self._ids.add(ids)
         self._has_new_columns |= bool(ids)
         return snapshot
 
@@ -227,7 +226,8 @@ class VersionedStore(StoreReader):
         root = zarr.open_group(session.store, mode="r+")
         if self._ids is None:
             self._ids, self._entry = self._stored_ids(root), self._last_entry(root)
-        if duplicates := self._ids.find_stored([e.trajectory.id for e in rows]):
+        duplicates = self._ids.add(np.asarray([e.trajectory.id for e in rows], np.int64))
+        if len(duplicates):
             raise StoreError(f"{self._location}: trajectory {duplicates[0]} would be stored twice")
         stored, entry = self._append(root, record, rows)
         numbers = {"kind": record.kind, "step": record.step, "rows": stored.num_rows, "tokens": stored.num_tokens}
@@ -350,11 +350,8 @@ def _create_array(
     )  # fmt: skip
 
 
-Ints = npt.NDArray[np.int64]
-
-
 class StoredIds:
-    """The ids of a store's trajectories.
+    """The ids of a store's trajectories. Those of a commit are read once an id in its range is added.
 
     Args:
         commits: [S, 4] smallest and largest id of each commit, and the half-open range of its rows.
@@ -364,31 +361,14 @@ class StoredIds:
     def __init__(self, commits: Ints, read: Callable[[int, int], Ints]) -> None:
         self._unread_commits = commits[commits[:, 2] < commits[:, 3]]
         self._read_ids = read
-        self._loaded_ids = np.zeros(0, np.int64)
-        """Ids of the commits that were read."""
-        self._added_flags = bytearray()
-        """A byte per id, set for what was added here."""
+        self._ids = IdSet()
 
-    def find_stored(self, ids: Sequence[int]) -> list[int]:
-        """Those of `ids` that are stored already or occur twice, in order."""
-        if not ids:
-            return []
-        overlap = (self._unread_commits[:, 0] <= max(ids)) & (self._unread_commits[:, 1] >= min(ids))
-        if overlap.any():
-            new_ids = [self._read_ids(int(start), int(stop)) for start, stop in self._unread_commits[overlap, 2:]]
-            self._loaded_ids = np.concatenate([self._loaded_ids, *new_ids])
-            self._unread_commits = self._unread_commits[~overlap]
-        stored_flags = np.isin(np.asarray(ids, np.int64), self._loaded_ids).tolist()
-        previous_ids: set[int] = set()
-        duplicates = []
-        for id, is_stored in zip(ids, stored_flags, strict=True):
-            if is_stored or id in previous_ids or (id < len(self._added_flags) and self._added_flags[id]):
-                duplicates.append(id)
-            previous_ids.add(id)
-        return duplicates
-
-    def add(self, ids: Sequence[int]) -> None:
-        """Add the ids of a commit."""
-        self._added_flags.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._added_flags))))
-        for id in ids:
-            self._added_flags[id] = 1
+    def add(self, ids: Ints) -> Ints:
+        """Add the ids of a commit. Returns those that are stored already or occur twice, in ascending order."""
+        if not len(ids):
+            return ids
+        overlap = (self._unread_commits[:, 0] <= ids.max()) & (self._unread_commits[:, 1] >= ids.min())
+        for _, _, start, stop in self._unread_commits[overlap].tolist():
+            self._ids.add(self._read_ids(start, stop))
+        self._unread_commits = self._unread_commits[~overlap]
+        return self._ids.add(ids)

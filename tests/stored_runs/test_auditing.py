@@ -68,6 +68,17 @@ def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_p
     assert audit_within(without_pulls, 1024, 2).weights.verified == 0
 
 
+@pytest.mark.parametrize("group", [-5, 2**42])
+def test_an_audit_of_wrong_groups_reports_them_without_statistics_over_groups(
+    stored: Path, tmp_path: Path, group: int
+) -> None:
+    shutil.copytree(stored, tmp_path / "run")
+    edit(tmp_path / "run" / "store", lambda root: set_int(root, 2, "group", group))
+    result = command("store", "audit", tmp_path / "run")
+    assert result.returncode == 1
+    assert f"stored with group {group}, its id is of group" in result.stdout
+
+
 def test_a_memory_limit_below_the_minimum_gives_a_one_line_error(stored: Path) -> None:
     line = error_line("store", "audit", stored, "--memory", 64)
     assert line == "staleflow: memory limit of 64 MiB: an audit takes at least 216 MiB\n"

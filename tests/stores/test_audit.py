@@ -469,15 +469,15 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
             reasons.update(check.weights.not_verified)
     sampled = Counter(dict.fromkeys([("a", 0), ("b", 1), ("c", 1)], 5))
     pulled = {(check.instance, check.version) for _, check in held}
-    checks = WeightChecks(records)
-    assert checks.counts(sampled) == WeightCounts(
+    collected = WeightChecks(records)
+    assert collected.counts(sampled) == WeightCounts(
         verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
         unpublished=pulls["unpublished"],
         parts_verified=parts["verified"], parts_not_verified=sum(reasons.values()),
         parts_contradicted=parts["contradicted"], reasons=dict(reasons),
         unchecked_tokens=5 * len(sampled.keys() - pulled),
     )  # fmt: skip
-    refused = checks.refusals
+    refused = collected.refusals
     for number, spans in enumerate(rows):
         expected = Counter[tuple[str, int]]()
         for instance, version, size in spans:

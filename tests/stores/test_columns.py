@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 
 from staleflow.stores.auditing.audit import audit
-from staleflow.stores.trajectories.columns import COLUMNS, reference
+from staleflow.stores.trajectories.columns import COLUMNS, FATES, FINISHES, REASONS, reference
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.stores.store_conformance import HEADER, ended, record
 from tests.stores.test_stores import edit
 
 ROOT = Path(__file__).parents[2]
+REASON_NAMES = [
+    "none", "surplus_group", "surplus_member", "engine_failed", "group_failed", "no_signal", "run_ended", "too_stale",
+    "environment_failed",
+]  # fmt: skip
 WITH_A_COLUMN = """
 import sys
 from pathlib import Path
@@ -93,6 +97,13 @@ def test_a_missing_column_reads_as_its_fill_value(tmp_path: Path, name: str) -> 
     store = VersionedStore.open(tmp_path / "s")
     assert store.columns()[name].tolist() == [column.fill] * 3
     assert len(list(store.ended())) == 3
+
+
+def test_members_of_enumerations_keep_their_stored_numbers() -> None:
+    """A store has their positions; a new member goes to the end of these lists."""
+    assert [m.value for m in FINISHES] == ["stop", "length", "unfinished"]
+    assert [m.value for m in FATES] == ["consumed", "filtered", "aborted"]
+    assert [m.value for m in REASONS] == REASON_NAMES
 
 
 def test_column_names_are_unique_and_documented() -> None:

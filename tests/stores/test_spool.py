@@ -149,6 +149,10 @@ def test_a_reward_that_is_a_numpy_number_is_spooled_as_a_number() -> None:
     )
     assert isinstance(decoded, RewardDelivered)
     assert decoded.reward == 0.5
+    identifier: Any = np.int64(5)
+    taken = BatchTaken(step=1, trajectories=(identifier,), versions=(PolicyVersion(0),))
+    again = decode(encode(taken))
+    assert isinstance(again, BatchTaken) and type(again.trajectories[0]) is int
 
 
 @given(data=st.binary(max_size=60))
