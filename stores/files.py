@@ -90,6 +90,7 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
                         old_path.rename(path)
                     raise
             _flush(path.parent)
+            remove(tmp_path)  # exists only if the other writer's folder stays
             with contextlib.suppress(OSError):
                 old_path.rename(tmp_path)  # removed under this name: what is called old is whole
 
