@@ -47,7 +47,7 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
         if path.exists() and not path.is_file():
             yield path
             return
-        with _part(path, folder=False) as tmp_path:
+        with _temporary(path, folder=False) as tmp_path:
             yield tmp_path
             if flush:
                 _flush(tmp_path)
@@ -75,7 +75,7 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
     error."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
-        with _part(path, folder=True) as tmp_path:
+        with _temporary(path, folder=True) as tmp_path:
             yield tmp_path
             flush_all(tmp_path)
             old_path = tmp_path.with_suffix(".old")
@@ -125,7 +125,7 @@ def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Ite
 
 
 @contextlib.contextmanager
-def _part(path: Path, *, folder: bool) -> Iterator[Path]:
+def _temporary(path: Path, *, folder: bool) -> Iterator[Path]:
     """A temporary file or folder beside `path`, removed at the end unless it was renamed. It is locked until then: one
     that is not locked was left by a writer that has died."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,10 +63,10 @@ class IdSet:
         return np.where(indices < 0, 0, sizes[np.maximum(indices, 0)] + offsets)
 
 
-def merge_ids(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Merge ids into disjoint ascending half-open intervals, as arrays of starts and stops.
+def merge_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """Merge half-open ranges of ids into disjoint ascending ones, as arrays of starts and stops.
 
-    >>> [edge.tolist() for edge in merge_ids([(5, 9), (1, 3), (8, 12), (4, 4)])]
+    >>> [edge.tolist() for edge in merge_ranges([(5, 9), (1, 3), (8, 12), (4, 4)])]
     [[1, 5], [3, 12]]
     """
     try:

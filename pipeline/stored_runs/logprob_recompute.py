@@ -280,13 +280,13 @@ def compute_block(
     keep_logprobs: bool,
 ) -> LogprobBlock:
     """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
-    rows = list(open_store_at(path, snapshot).readable(start, stop))
+    rows = list(open_store_at(path, snapshot).rows_or_errors(start, stop))
     errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
     indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
     results = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
-    table = open_store_at(path, snapshot).row_positions(start, stop) if keep_logprobs else None
+    table = open_store_at(path, snapshot).response_starts(start, stop) if keep_logprobs else None
     for i, logprobs_of_row in zip(indices, results, strict=True):
         row = rows[i]
         assert isinstance(row, EndedTrajectory)

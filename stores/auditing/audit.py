@@ -197,7 +197,7 @@ def _read_commits(
 def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
     num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
     for start in range(0, num_rows, ROWS_AT_ONCE):
-        yield store.numbers(start, min(start + ROWS_AT_ONCE, num_rows), names)
+        yield store.row_columns(start, min(start + ROWS_AT_ONCE, num_rows), names)
 
 
 def _damage_findings(store: StoreReader) -> Iterator[Finding]:

@@ -83,7 +83,7 @@ def _check_rows(store: StoreReader, location: str, commit: StoredCommit, first: 
     try:
         if store.fingerprint_rows(first, stop) != commit.record.rows_fingerprint:
             yield _finding(location, f"its rows, {first} to {stop - 1}, are not those committed")
-        ids = id_range(store.numbers(first, stop, ("trajectory",))["trajectory"])
+        ids = id_range(store.row_columns(first, stop, ("trajectory",))["trajectory"])
         if ids != commit.id_range:
             yield _finding(location, f"its rows have the ids {ids}, the table of commits has {commit.id_range}")
     except StoreUnavailable:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merge_ids
+from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merge_ranges
 from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import outcome_key
@@ -45,7 +45,7 @@ class Conservation:
         self._last_record = record
         location, ledger = f"{record.kind} {record.step}", record.ledger
         num_started = min(max(0, ledger.num_started), MAX_ID)
-        start, stop = merge_ids(ledger.live)
+        start, stop = merge_ranges(ledger.live)
         inside = np.clip(start, 0, num_started), np.clip(stop, 0, num_started)
         num_absent = self._stored.count_absent(np.asarray([0]), np.asarray([num_started]))
         live_absent = self._stored.count_absent(*inside)

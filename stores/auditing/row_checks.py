@@ -184,7 +184,7 @@ class Spans:
 def read_blocks(store: StoreReader, start: int, stop: int, max_tokens: int) -> Iterator[RowBlock]:
     """Read the rows at start <= row < stop in blocks. Raises StoreError at the first row that cannot be read."""
     for block_start in range(start, stop, BLOCK_ROWS):
-        rows = store.numbers(block_start, min(block_start + BLOCK_ROWS, stop))
+        rows = store.row_columns(block_start, min(block_start + BLOCK_ROWS, stop))
         for a, b in _block_ranges(rows, max_tokens):
             yield _read(store, rows[a:b])
 
@@ -204,7 +204,7 @@ def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(store: StoreReader, rows: Rows) -> RowBlock:
-    tokens, start, text, text_start = store.extent(rows)
+    tokens, start, text, text_start = store.read_tokens(rows)
     mask = store.masks(start, start + len(tokens["ids"]))
     spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:

@@ -52,8 +52,8 @@ SPAN_COLUMNS = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
 ROW_COUNT_ARRAY = "rows/trajectory"
 """The array whose length is the number of rows."""
-TokenRange = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
-"""Tokens by name and where they begin in the store, texts and where they begin."""
+RowTokens = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
+"""What is read for some rows: tokens by name and where they begin in the store, texts and where they begin."""
 RECORDS_AT_ONCE = 256
 """Records of commits read together: some 10 KB each."""
 BLOCK_ROWS = 4096
@@ -276,15 +276,15 @@ class StoreReader:
         root = self._read_root()
         return list(self._block(root, self._rows(root, start, stop)))
 
-    def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def response_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """[N] index of the first response token of each row at start <= position < stop."""
         rows = self._rows(self._read_root(), start, stop, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
-    def readable(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def rows_or_errors(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The stored trajectories at positions start <= position < stop, with an UnreadableRow in place of each that is
         damaged."""
-        return self._readable(self._read_root(), range(start, stop))
+        return self._rows_or_errors(self._read_root(), range(start, stop))
 
     def at_positions(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
@@ -293,12 +293,12 @@ class StoreReader:
         block: list[int] = []
         for position in positions:
             if block and not block[-1] < position < block[0] + BLOCK_ROWS:
-                yield from self._readable(root, block)
+                yield from self._rows_or_errors(root, block)
                 block = []
             block.append(position)
-        yield from self._readable(root, block)
+        yield from self._rows_or_errors(root, block)
 
-    def _readable(self, root: Any, positions: Sequence[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def _rows_or_errors(self, root: Any, positions: Sequence[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """`at_positions` for ascending positions."""
         if not positions:
             return
@@ -360,7 +360,7 @@ class StoreReader:
         (positions,) = np.nonzero(self._column(root, ROW_COUNT_ARRAY) == trajectory)
         return int(positions[0]) if len(positions) else None
 
-    def numbers(self, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
+    def row_columns(self, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
         """The columns with these names, all by default, of the rows at start <= position < stop."""
         return self._rows(self._read_root(), start, stop, names)
 
@@ -438,9 +438,9 @@ class StoreReader:
         root = self._read_root()
         return {name: int(root[name].shape[0]) for name in array_names(root)}
 
-    def extent(self, rows: Rows) -> TokenRange:
+    def read_tokens(self, rows: Rows) -> RowTokens:
         """Read the token arrays from the first to the last of these rows. rows: at least one."""
-        return self._extent(self._read_root(), rows)
+        return self._read_tokens(self._read_root(), rows)
 
     def _block(self, root: Any, rows: Rows) -> Iterator[EndedTrajectory]:
         """Yield the trajectories of rows. Reads rows of different files separately, because most of a file of a small
@@ -448,10 +448,10 @@ class StoreReader:
         files = rows["offset"] // elements_per_file(root["tokens/ids"])
         parts = np.split(rows, np.flatnonzero(np.diff(files)) + 1) if len(rows) else []
         with ThreadPoolExecutor(CONCURRENT_READS) as pool:
-            for part, tokens in zip(parts, pool.map(lambda part: self._extent(root, part), parts), strict=True):
+            for part, tokens in zip(parts, pool.map(lambda part: self._read_tokens(root, part), parts), strict=True):
                 yield from self.unpack(part, *tokens)
 
-    def _extent(self, root: Any, rows: Rows) -> TokenRange:
+    def _read_tokens(self, root: Any, rows: Rows) -> RowTokens:
         start = int(rows["offset"].min())
         stop = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
         tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in ("ids", "logprobs", "versions")}
@@ -466,7 +466,7 @@ class StoreReader:
         rows = self._rows(root, start, stop)
         if not len(rows):
             return ""
-        tokens, token_start, text, _ = self._extent(root, rows)
+        tokens, token_start, text, _ = self._read_tokens(root, rows)
         mask = self._slice(root, "tokens/mask", token_start, token_start + len(tokens["ids"]))
         return layout.fingerprint_rows({**tokens, "mask": mask}, rows, text)
 
@@ -482,7 +482,8 @@ class StoreReader:
         text: bytes,
         text_start: int,
     ) -> Iterator[EndedTrajectory]:
-        """Rebuild trajectories from their rows and their `extent`. Raises StoreError if these contradict each other."""
+        """Rebuild trajectories from their rows and the result of `read_tokens`. Raises StoreError if they contradict
+        each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
             row = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_start)

@@ -26,7 +26,7 @@ from staleflow.stores.auditing.conservation import Conservation
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import ConsumedRows
 from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
-from staleflow.stores.id_sets import IdSet, merge_ids
+from staleflow.stores.id_sets import IdSet, merge_ranges
 from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT
@@ -314,8 +314,8 @@ def test_id_ranges_match_a_python_set(batches: list[list[int]], a: int, b: int) 
 
 
 @given(st.lists(st.tuples(st.integers(-9, 30), st.integers(-9, 30))))
-def test_merge_ids_keeps_the_same_ids(ranges: list[tuple[int, int]]) -> None:
-    first, last = merge_ids(ranges)
+def test_merge_ranges_keeps_the_same_ids(ranges: list[tuple[int, int]]) -> None:
+    first, last = merge_ranges(ranges)
     assert [i for a, b in zip(first, last, strict=True) for i in range(a, b)] == sorted(
         {i for a, b in ranges for i in range(a, b)}
     )

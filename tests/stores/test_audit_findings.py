@@ -642,10 +642,10 @@ READS = (
     "_texts",
     "array_lengths",
     "damage",
-    "extent",
+    "read_tokens",
     "fingerprint_rows",
     "masks",
-    "numbers",
+    "row_columns",
     "table",
     "unpack",
 )
