@@ -77,8 +77,10 @@ def test_any_event_continues_routing() -> None:
     assert bench.coordinator.has_more_routes
 
 
-def test_a_journal_of_sliced_routing_replays() -> None:
-    entries = fill(joined(), MAX_ROUTES, 0)
+@pytest.mark.parametrize("max_routes", [MAX_ROUTES, 2 * MAX_ROUTES, 10**6], ids=["", "of an earlier version", "whole"])
+@pytest.mark.parametrize("room", [200, 60], ids=["room for all", "room for some"])
+def test_a_journal_of_sliced_routing_replays(max_routes: int, room: int) -> None:
+    entries = fill(joined(room=room), max_routes, 0)
     assert len(routes(entries)) > 2 * MAX_ROUTES
-    replayed = journal.replay(joined().coordinator, entries)
+    replayed = journal.replay(joined(room=room).coordinator, entries)
     assert (replayed.difference, replayed.num_events) == ("", len(entries))
