@@ -425,7 +425,8 @@ class Driver:
             await asyncio.sleep(TICK_S)
             if num_ticks % TICKS_PER_FULL_COLLECTION == 0:
                 gc.unfreeze()
-            gc.collect()
+                gc.collect()
+            gc.collect(1)
             gc.freeze()
             self._inbox.put_nowait(events.Tick())
             snapshot = self._coordinator.snapshot()
