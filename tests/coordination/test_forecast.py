@@ -122,6 +122,16 @@ def test_lengths_of_two_kinds_give_the_sibling_correlation(lengths: tuple[int, i
             assert learned.expected_remaining(GroupId(group), 5) == pytest.approx(expected)
 
 
+def test_the_correlation_is_never_above_one() -> None:
+    """Pairs of extreme lengths, then single responses of an average one, which make the variance smaller."""
+    learned = LengthForecast(MOST)
+    for i in range(2 * forecast.MIN_LENGTHS):
+        learned.observe(GroupId(i // 2), (1, 150)[i // 2 % 2])
+    for i in range(2 * forecast.MIN_LENGTHS):
+        learned.observe(GroupId(1000 + i), 12)
+    assert learned._correlation == 1.0
+
+
 @pytest.mark.parametrize(("correlation", "scaled"), [(0.05, False), (0.051, True)])
 def test_an_insignificant_correlation_changes_no_forecast(
     correlation: float, scaled: bool, monkeypatch: pytest.MonkeyPatch

@@ -320,7 +320,8 @@ def test_explain_waiting_starts_with_the_oldest_version() -> None:
 
 def test_with_device_turns_a_step_waits_until_its_instances_sleep() -> None:
     state = busy_state()
-    state.pending_sleeps |= {InstanceId("b"), InstanceId("a")}
+    for instance in state.fleet:
+        state.start_sleep(instance)
     state.ledger.next_step = 3
     assert explain_waiting(state, 7) == "step 2 waits until a, b sleep"
 

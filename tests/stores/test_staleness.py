@@ -221,6 +221,10 @@ def test_the_view_places_finished_groups_early_and_reserved_groups_late() -> Non
         route(ledger, group, 1)
     views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
     assert views == [(1, {0: 1}, {0: 1}, 2), (2, {1: 1, 0: 1}, {}, 2), (3, {1: 2}, {}, 2)]
+    for group in (5, 6):  # no step gets more groups than its places, whatever their versions are
+        finish(ledger, group)
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    assert views == [(1, {}, {0: 1, 1: 1}, 2), (2, {0: 2}, {}, 2), (3, {1: 1}, {1: 1}, 2)]
 
 
 def test_the_view_ends_with_the_planned_end() -> None:
