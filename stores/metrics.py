@@ -128,6 +128,8 @@ METRICS = (
            "train_s and publish_s"),
     Metric(name="resume_wait_s", unit="s", doc="part of overhead_s: time the trainer waited until the resume point "
            "of an earlier step was written"),
+    Metric(name="teacher_wait_s", unit="s", doc="part of overhead_s: time the step waited for its trajectories' "
+           "logprobs under the reference model; absent without teachers"),
     Metric(name="wait_s", unit="s", doc="time the trainer waited for the batch to be ready"),
     Metric(name="elapsed_s", unit="s", doc="time since the run's first step could begin"),
     Metric(name="commit_s", unit="s", doc="time to store the step, while the next one runs"),

@@ -181,6 +181,9 @@ class Trajectory:
     """Number of its task source."""
     task: int = -1
     """Number of its task in that source; -1: the group's own number."""
+    teacher_logprobs: FloatArray | None = None
+    """[T] logprob of each sampled token under the reference model, nats, at the sampling temperature, as a teacher
+    computed it; 0 for tokens of environments. None if no teacher did."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -1,21 +1,22 @@
 """Chooses the worker processes for a job, all at once or none (gang scheduling).
 
-Each rollout instance and each rank of the trainer needs its own worker. The light roles (the driver of a submitted job,
-the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster declares as a
-Dask resource is restricted to workers that declare it, so the light roles may need several workers. A reward worker
-gets its own worker if a free one can take neither rollout nor trainer, and no other job waits for it.
+Each rollout instance, each rank of the trainer and each teacher needs its own worker. The light roles (the driver of a
+submitted job, the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster
+declares as a Dask resource is restricted to workers that declare it, so the light roles may need several workers. A
+reward worker gets its own worker if a free one can take no other role but light ones, and no other job waits for it.
 
 All functions are pure; the worker pool tracks which workers are free.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from staleflow.pipeline.config.size_plan import gpu_bytes, tensor_parallel, uses_gpus
+from staleflow.pipeline.config.size_plan import gpu_bytes, gpus_of, uses_gpus
 from staleflow.pipeline.placement.devices import Device, Host, Process
 from staleflow.pipeline.placement.placement import Role, RoleKind
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 DRIVER = "driver"
 ROLLOUT = "rollout"
-EXCLUSIVE_ROLES = (ROLLOUT, "trainer")
+EXCLUSIVE_ROLES = (ROLLOUT, "trainer", "teacher")
 ROLES = ("server", "reward", *EXCLUSIVE_ROLES)
 
 Resources = Mapping[str, Mapping[str, float]]
@@ -40,6 +41,7 @@ RoleSets = dict[str, RoleSet]
 ROLE_KINDS = {
     ROLLOUT: RoleKind.INSTANCE,
     "trainer": RoleKind.RANK,
+    "teacher": RoleKind.TEACHER,
     "reward": RoleKind.ENVIRONMENT,
     "server": RoleKind.LIGHT,
     DRIVER: RoleKind.LIGHT,
@@ -61,7 +63,8 @@ class Needs:
 
     driver: whether the job's driver runs on a worker, too. ranks: processes of the trainer, each with one GPU.
     instance_gpus: GPUs of one rollout instance, 0 if the job uses no GPUs. gpus: the job's limit on GPUs, 0 for no
-    limit. rank_bytes, instance_bytes: memory that a rank or an instance needs on each of its GPUs, 0 if not known.
+    limit. teacher_gpus: GPUs of one teacher. rank_bytes, instance_bytes, teacher_bytes: memory that a rank, an instance
+    or a teacher needs on each of its GPUs, 0 if not known.
     """
 
     instances: int
@@ -72,51 +75,61 @@ class Needs:
     gpus: int = 0
     rank_bytes: int = 0
     instance_bytes: int = 0
+    teachers: int = 0
+    teacher_gpus: int = 0
+    teacher_bytes: int = 0
 
     @classmethod
     def from_config(cls, config: RunConfig, *, driver: bool) -> Needs:
         """Return the needs of a job. driver: whether its driver runs on a worker, too."""
         is_on_gpus = uses_gpus(config)
-        rank_bytes, instance_bytes = gpu_bytes(config) if is_on_gpus else (0, 0)
+        rank_bytes, instance_bytes, teacher_bytes = gpu_bytes(config) if is_on_gpus else (0, 0, 0)
         return cls(
             instances=config.rollout.instances,
             rewards=len(config.reward_actors),
             driver=driver,
             ranks=config.training.ranks,
-            instance_gpus=tensor_parallel(config) if is_on_gpus else 0,
+            instance_gpus=gpus_of(config.rollout.engine) if is_on_gpus else 0,
             gpus=config.cluster.gpus,
             rank_bytes=rank_bytes,
             instance_bytes=instance_bytes,
+            teachers=len(config.teachers),
+            teacher_gpus=gpus_of(config.teacher.engine) if is_on_gpus else 0,
+            teacher_bytes=teacher_bytes,
         )
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all instances and ranks; 0 if the job uses no GPUs."""
-        return self.instances * self.instance_gpus + self.ranks if self.instance_gpus else 0
+        """GPUs of all instances, ranks and teachers; 0 if the job uses no GPUs."""
+        teacher_gpus = self.teachers * self.teacher_gpus
+        return self.instances * self.instance_gpus + self.ranks + teacher_gpus if self.instance_gpus else 0
 
     @property
     def heavy_roles(self) -> list[Role]:
-        """The ranks and rollout instances of the job, which are placed on GPUs."""
-        ranks = [self.heavy_role("trainer", f"trainer-{n}") for n in range(self.ranks)]
-        return ranks + [self.heavy_role(ROLLOUT, f"{ROLLOUT}-{n}") for n in range(self.instances)]
+        """The ranks, rollout instances and teachers of the job, which are placed on GPUs."""
+        counts = {"trainer": self.ranks, ROLLOUT: self.instances, "teacher": self.teachers}
+        return [self.heavy_role(role, f"{role}-{n}") for role, count in counts.items() for n in range(count)]
 
     def heavy_role(self, role: str, name: str) -> Role:
-        """Return the role of a rank (`trainer`) or an instance (`rollout`) for the placement on GPUs."""
-        num_devices, memory_bytes = (
-            (self.instance_gpus, self.instance_bytes) if role == ROLLOUT else (1, self.rank_bytes)
-        )
+        """Return the role of a rank (`trainer`), an instance (`rollout`) or a teacher for the placement on GPUs."""
+        num_devices, memory_bytes = {
+            "trainer": (1, self.rank_bytes),
+            ROLLOUT: (self.instance_gpus, self.instance_bytes),
+            "teacher": (self.teacher_gpus, self.teacher_bytes),
+        }[role]
         return Role(name=name, kind=ROLE_KINDS[role], num_devices=num_devices, memory_bytes=memory_bytes)
 
     @property
     def light_needs(self) -> Needs:
-        """The needs of the light roles only, without instances and ranks."""
-        return replace(self, instances=0, ranks=0)
+        """The needs of the light roles only, without instances, ranks and teachers."""
+        return replace(self, instances=0, ranks=0, teachers=0)
 
     def __str__(self) -> str:
         instances = "1 rollout instance" if self.instances == 1 else f"{self.instances} rollout instances"
         trainer = "the trainer" if self.ranks == 1 else f"{self.ranks} ranks of the trainer"
-        count = self.instances + self.ranks + 1
-        return f"{count} worker processes ({instances}, {trainer}, one for the light roles)"
+        teachers = f"{self.teachers} teacher{'s' if self.teachers > 1 else ''}, " if self.teachers else ""
+        count = self.instances + self.ranks + self.teachers + 1
+        return f"{count} worker processes ({instances}, {trainer}, {teachers}one for the light roles)"
 
 
 def choose_workers(
@@ -244,14 +257,15 @@ def _assign_roles(
 def _assign(
     roles: Sequence[str], assignments: list[tuple[RoleSet, tuple[str, ...]]], available: Counter[RoleSet], needs: Needs
 ) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
-    """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
+    """Assign the light roles, then the trainer's ranks and the teachers, such that enough workers are left for rollout
+    instances.
 
     Each light role goes to a worker in `assignments` or to an available one. Tries all possibilities, which are
     few since there are few role sets. None if no assignment is possible.
     """
     if not roles:
-        ranks = _ranks(available, needs)
-        return None if ranks is None else [*assignments, *ranks]
+        heavy_roles = _ranks_and_teachers(available, needs)
+        return None if heavy_roles is None else [*assignments, *heavy_roles]
     role, *other_roles = roles
     for i, (role_set, worker_roles) in enumerate(assignments):
         if role in role_set:
@@ -278,17 +292,26 @@ def _sort_by_flexibility(role_sets: Iterable[RoleSet]) -> list[RoleSet]:
     return sorted(role_sets, key=lambda role_set: (len(role_set), sorted(role_set)))
 
 
-def _ranks(available: Counter[RoleSet], needs: Needs) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
-    """Workers for the trainer's ranks, such that enough are left for the rollout instances; None if there are not."""
-    num_spare = sum(n for role_set, n in available.items() if "rollout" in role_set) - needs.instances
-    if num_spare < 0:
+def _ranks_and_teachers(available: Counter[RoleSet], needs: Needs) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
+    """Workers for the trainer's ranks and the teachers, such that enough are left for the rollout instances; None if
+    there are not."""
+    left, demand = Counter(available), {"trainer": needs.ranks, "teacher": needs.teachers, ROLLOUT: needs.instances}
+
+    def num_spare(roles: RoleSet) -> int:
+        """Workers that may have one of these roles, beyond those that the roles still need."""
+        return sum(n for role_set, n in left.items() if role_set & roles) - sum(demand[role] for role in roles)
+
+    # All roles can be assigned if and only if each set of them has as many workers as it needs (Hall's theorem).
+    role_groups = [frozenset(roles) for n in (1, 2, 3) for roles in itertools.combinations(demand, n)]
+    if min(map(num_spare, role_groups)) < 0:
         return None
-    rank_sets: list[RoleSet] = []
-    for role_set in _sort_by_flexibility(available):
-        if "trainer" in role_set:
-            count = min(available[role_set], needs.ranks - len(rank_sets))
-            if "rollout" in role_set:
-                count = min(count, num_spare)
-                num_spare -= count
-            rank_sets += [role_set] * count
-    return [(role_set, ("trainer",)) for role_set in rank_sets] if len(rank_sets) == needs.ranks else None
+    assignments: list[tuple[RoleSet, tuple[str, ...]]] = []
+    for role in ("trainer", "teacher"):
+        for role_set in _sort_by_flexibility(available):
+            if role in role_set:
+                others = [num_spare(roles) for roles in role_groups if role not in roles and roles & role_set]
+                count = min(left[role_set], demand[role], *others)
+                left[role_set] -= count
+                demand[role] -= count
+                assignments += [(role_set, (role,))] * count
+    return assignments

@@ -18,6 +18,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, Fate
 from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload
+from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.seeds import engine_seed
 from staleflow.tasks.settings.source_kinds import is_agent, is_environment
@@ -278,6 +279,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         max_turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
         keeps_kv=config.has_environment,
         serves_drafts=drafts_from_responses(config),
+        has_teacher=bool(config.teachers),
     )
 
 
@@ -347,7 +349,27 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         seed=config.seed,
         examples=example_settings(config, config.num_held_out_prompts),
         shares_device=config.shares_gpus,
+        stored_reference=bool(config.teachers),
     )
+
+
+def teacher_engine_settings(config: RunConfig, eos: tuple[int, ...]) -> EngineSettings:
+    """Settings of the teachers' engines. eos: token ids that end a response."""
+    engine = config.teacher.engine
+    parameters = {
+        "model": config.training.kl.reference or config.model.path,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "temperature": config.rollout.temperature,
+        "eos": eos,
+        "seed": config.seed,
+        "keep_cache": False,
+        "lora": LoraConfig(),
+        "num_served_versions": 0,
+        "shares_device": False,
+    }
+    # vLLM's request for the logprobs of a sequence needs room for one more token.
+    return ENGINES.make(dataclasses.replace(engine, kv_tokens=engine.kv_tokens + engine.page_tokens), parameters)
 
 
 def engine_settings(

@@ -28,6 +28,7 @@ def check_across(config: RunConfig, source: str) -> None:
         for line in _broken_rules(config):
             raise ConfigError(line)
         config.rollout.engine.check()
+        config.teacher.engine.check("teacher.engine")
 
 
 def _broken_rules(config: RunConfig) -> Iterator[str]:
@@ -63,6 +64,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
         yield "endpoint.tls_cert and endpoint.tls_key belong together; set both, or neither"
     yield from _check_evaluation(config)
     yield from _check_engine(config)
+    yield from _check_teacher(config)
     yield from _check_virtual(config)
 
 
@@ -247,6 +249,27 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}; set it to at least "
             f"{2 * config.rollout.max_new_tokens}, for a prompt too"
         )
+
+
+def _check_teacher(config: RunConfig) -> Iterator[str]:
+    """Check that teachers are used, and that their engine can compute what the loss compares."""
+    engine, temperature = config.teacher.engine, config.rollout.temperature
+    if not config.teacher.instances or config.emulated:
+        return
+    if not config.needs_reference:
+        yield (
+            f"teacher.instances = {config.teacher.instances}: nothing is compared with a reference model; set "
+            "training.kl.coefficient above 0, or teacher.instances to 0"
+        )
+    if engine.emulated:
+        yield f'teacher.engine.name = "{engine.name}" has no model; use "transformers" or "vllm"'
+    if temperature != 1.0 and not engine.scores_at_any_temperature:
+        yield (
+            f"rollout.temperature = {temperature:g}: the {engine.name} engine computes a teacher's logprobs at "
+            'temperature 1 only; set it to 1, or teacher.engine.name to "transformers"'
+        )
+    if engine.speculation.num_speculative_tokens:
+        yield "teacher.engine.speculation: a teacher samples nothing; leave num_speculative_tokens at 0"
 
 
 def _check_adapters(config: RunConfig) -> Iterator[str]:

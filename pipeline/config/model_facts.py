@@ -63,6 +63,34 @@ def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
         )
 
 
+def check_teacher(config: RunConfig, policy: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+    """Check that a teacher can compute each trajectory of a job. Raises ConfigError. policy, reference: the config.json
+    of both models."""
+    max_tokens = min(context_of(policy), config.rollout.engine.kv_tokens)
+    context, kv_tokens = context_of(reference), config.teacher.engine.kv_tokens
+    if context < max_tokens:
+        raise ConfigError(
+            f"training.kl.reference: its context is {format_context(reference)}, and a trajectory may have "
+            f"{max_tokens} tokens; set rollout.engine.kv_tokens to at most {context}"
+        )
+    if kv_tokens < max_tokens:
+        raise ConfigError(
+            f"teacher.engine.kv_tokens = {kv_tokens} is too small: a trajectory may have {max_tokens} tokens "
+            "(rollout.engine.kv_tokens, or the model's context); raise it to that"
+        )
+    rows, policy_rows = (int(_text_config(a).get("vocab_size") or 0) for a in (reference, policy))
+    if rows < policy_rows:
+        raise ConfigError(
+            f"training.kl.reference: its embeddings have {rows} rows, fewer than the policy's {policy_rows}, which may "
+            "sample any of them; name a model with as many"
+        )
+
+
+def _text_config(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+    text_config = architecture.get("text_config")
+    return text_config if isinstance(text_config, Mapping) else architecture
+
+
 def _load_configuration(path: str, subject: str) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Load a model's configuration and the ids of the tokens that end a response. Raises ConfigError."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig

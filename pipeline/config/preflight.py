@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, local_gpus, model_files, size_plan, user_files
-from staleflow.pipeline.config.model_facts import check_lengths
+from staleflow.pipeline.config.model_facts import check_lengths, check_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
@@ -168,15 +168,18 @@ def _check_runs_dir(runs_dir: Path) -> None:
 def _check_machine(config: RunConfig) -> None:
     """Check this machine's shared memory, engine and device."""
     memory = Path(config.cluster.shared_memory)
-    key = f"cluster.shared_memory = {str(memory)!r}"
+    subject = f"cluster.shared_memory = {str(memory)!r}"
     if not memory.is_dir():
         why = "not a folder" if memory.exists() else "no such folder"
-        raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
+        raise ConfigError(f"{subject}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
     if why := _why_unwritable(memory):
-        raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
-    engine, package = config.rollout.engine.name, config.rollout.engine.package
-    if package and importlib.util.find_spec(package) is None:
-        raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {INSTALL_COMMANDS[package]}')
+        raise ConfigError(f"{subject}: cannot be written: {why}; set cluster.shared_memory to another")
+    engines = {"rollout.engine": config.rollout.engine} | (
+        {"teacher.engine": config.teacher.engine} if config.teachers else {}
+    )
+    for key, engine in engines.items():
+        if (package := engine.package) and importlib.util.find_spec(package) is None:
+            raise ConfigError(f'{key}.name = "{engine.name}": {package} is not installed; {INSTALL_COMMANDS[package]}')
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
     size_plan.place_locally(config, local_gpus.read_devices())
@@ -230,13 +233,20 @@ def _check_model(config: RunConfig, notes: list[str], *, runs_here: bool) -> Pat
 
 
 def _check_reference(config: RunConfig, model: Path | None, notes: list[str], *, runs_here: bool) -> None:
-    """Check the reference model's files, and that it has the tokens of the policy's, in the folder `model`."""
+    """Check the reference model's files, that it has the tokens of the policy's, in the folder `model`, and that a
+    teacher can compute the longest trajectory."""
     key, path = "training.kl.reference", config.training.kl.reference
-    folder = _find_model(key, path, notes, runs_here=runs_here) if path else None
+    folder = _find_model(key, path, notes, runs_here=runs_here) if path else model
     if folder is None or model is None:
         return
-    policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
-    check_same_tokens(f"{key} = {path!r}", policy, reference)
+    subject = f"{key} = {path!r}" if path else f"model.path = {config.model.path!r}"
+    if path:
+        policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
+        check_same_tokens(subject, policy, reference)
+    if config.teachers:
+        check_teacher(config, *(model_files.read_architecture(f, subject) for f in (model, folder)))
+        if config.teacher.engine.name == "transformers":
+            model_files.check_attention(folder, subject)
 
 
 def _find_model(key: str, path: str, notes: list[str], *, runs_here: bool) -> Path | None:

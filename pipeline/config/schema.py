@@ -173,6 +173,20 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """Processes of their own that compute the logprobs of responses under the model training.kl.reference, once each,
+    while sampling and training go on. The logprobs are stored."""
+
+    instances: int = knob(
+        0,
+        "teachers, one Dask worker each; 0: none, each rank of the trainer holds the reference model",
+        low=0,
+        high=256,
+    )
+    engine: EngineSettings = choice(ENGINES, "transformers", "engine that computes logprobs under the reference model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """The Dask cluster that the job runs on."""
 
@@ -268,6 +282,7 @@ class RunConfig:
     staleness: StalenessConfig = StalenessConfig()
     rollout: RolloutConfig = RolloutConfig()
     training: TrainingConfig = TrainingConfig()
+    teacher: TeacherConfig = TeacherConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
@@ -364,6 +379,16 @@ class RunConfig:
         if self.has_environment:
             return tuple(f"environment-{i}" for i in range(self.environment.hosts))
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training compares the policy with a reference model. No model is involved in an emulated run."""
+        return not self.emulated and (self.training.kl.coefficient > 0 or self.training.loss.compares_pairs)
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Names of the actors that compute logprobs under the reference model; none if the trainer does."""
+        return tuple(f"teacher-{i}" for i in range(self.teacher.instances if self.needs_reference else 0))
 
     @property
     def shares_gpus(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
@@ -17,6 +18,7 @@ from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, StepWork, make_
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
 from staleflow.tasks.emulation.workload import RandomWorkload
+from staleflow.tasks.engines.engine_settings import EngineSettings
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
@@ -28,6 +30,8 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     training, engine = config.training, config.rollout.engine
     max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
     batch_tokens = config.batch.groups_per_step * config.batch.group_size * max_length
+    reference_path = config.training.kl.reference or ("" if training.lora.rank else config.model.path)
+    holds_reference = config.needs_reference and not config.teachers
     return SizedJob(
         training=memory.TrainingShape(
             ranks=training.ranks,
@@ -36,40 +40,61 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             recompute=training.recompute_activations,
             offload=training.offload,
             adapter_rank=training.lora.rank,
+            reference=_shape(config, reference_path) if holds_reference else None,
         ),
-        engine=memory.EngineShape(
-            tensor_parallel=tensor_parallel(config),
-            dtype=config.model.dtype,
-            kv_tokens=engine.kv_tokens,
-            max_running=engine.max_running,
-            batch_tokens=engine.max_batch_tokens,
-            is_vllm=engine.name == "vllm",
-        ),
+        engine=_engine_shape(config, engine),
         instances=config.rollout.instances,
         max_length=max_length,
         num_gpus=num_gpus,
         has_own_gpus=num_gpus > 1,
         takes_turns=config.shares_gpus,
         start_s=config.deadlines.start_s,
+        teachers=len(config.teachers),
+        **_teacher_shapes(config),
     )
 
 
-def gpu_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes of GPU memory that a rank and an instance of a job need. 0 if unknown: the model is not on this machine, or
-    of a kind that is not sized. With the layout "turns" this includes the CUDA context of the sleeping process."""
-    if (shape := _shape(config)) is None:
-        return 0, 0
-    job = sized_job(config, 2)
+def _engine_shape(config: RunConfig, engine: EngineSettings) -> memory.EngineShape:
+    return memory.EngineShape(
+        tensor_parallel=gpus_of(engine),
+        dtype=config.model.dtype,
+        kv_tokens=engine.kv_tokens,
+        max_running=engine.max_running,
+        batch_tokens=engine.max_batch_tokens,
+        is_vllm=engine.name == "vllm",
+    )
+
+
+def _teacher_shapes(config: RunConfig) -> dict[str, Any]:
+    """Settings and model of a job's teachers, for SizedJob. A teacher computes logits of all tokens of a pass."""
+    if not config.teachers:
+        return {}
+    engine = _engine_shape(config, config.teacher.engine)
+    return {
+        "teacher": dataclasses.replace(engine, max_running=engine.batch_tokens),
+        "teacher_model": _shape(config, config.training.kl.reference or config.model.path),
+    }
+
+
+def gpu_bytes(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of GPU memory that a rank, an instance and a teacher of a job need. 0 if unknown: the model is not on this
+    machine, or of a kind that is not sized. With the layout "turns" those of a rank and an instance include the CUDA
+    context of the sleeping process."""
+    job, shape = sized_job(config, 2), _shape(config, config.model.path)
+    teacher_bytes = sum(job.teacher_parts.values())
+    if shape is None:
+        return 0, 0, teacher_bytes
     sleeping = memory.CONTEXT_BYTES if config.shares_gpus else 0
     trainer, engine = memory.trainer_parts(shape, job.training), memory.engine_parts(shape, job.engine)
-    return sum(trainer.values()) + sleeping, sum(engine.values()) + sleeping
+    return sum(trainer.values()) + sleeping, sum(engine.values()) + sleeping, teacher_bytes
 
 
-def _shape(config: RunConfig) -> memory.ModelShape | None:
-    """The sizes of a job's model; None if its config.json is not on this machine, or is not one of a decoder."""
-    folder = local_model(config.model.path) if config.model.path and not config.emulated else None
+def _shape(config: RunConfig, path: str) -> memory.ModelShape | None:
+    """The sizes of a job's model at `path`; None if its config.json is not on this machine, or is not one of a
+    decoder."""
+    folder = local_model(path) if path and not config.emulated else None
     try:
-        return None if folder is None else memory.ModelShape.of(read_architecture(folder, config.model.path), "")
+        return None if folder is None else memory.ModelShape.of(read_architecture(folder, path), "")
     except ConfigError:
         return None
 
@@ -77,11 +102,11 @@ def _shape(config: RunConfig) -> memory.ModelShape | None:
 def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
-    rank_bytes, instance_bytes = gpu_bytes(config)
+    rank_bytes, instance_bytes, teacher_bytes = gpu_bytes(config)
     is_shared = num_gpus == 1 and not config.shares_gpus
-    all_bytes = rank_bytes + instance_bytes * config.rollout.instances
-    needed_bytes = all_bytes if is_shared else max(rank_bytes, instance_bytes)
-    shape = _shape(config)
+    all_bytes = rank_bytes + instance_bytes * config.rollout.instances + teacher_bytes * len(config.teachers)
+    needed_bytes = all_bytes if is_shared else max(rank_bytes, instance_bytes, teacher_bytes)
+    shape = _shape(config, config.model.path)
     if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
     plan = make_plan(shape, sized_job(config, num_gpus), device_bytes)
@@ -93,7 +118,7 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     and for recorded responses, which are in a store."""
     if config.shares_gpus or config.workload.kind == "recorded":
         return ""
-    job, shape = sized_job(config, num_gpus), _shape(config)
+    job, shape = sized_job(config, num_gpus), _shape(config, config.model.path)
     ranks = (2**power for power in range(11))
     num_ranks = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
     responses, tokens = config.batch.groups_per_step * config.batch.group_size, mean_tokens(config)
@@ -108,7 +133,7 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
         kv_tokens=job.engine.kv_tokens,
         train_s=step_s * config.training.ranks,
     )
-    split = propose_split(work, num_gpus, job.engine.tensor_parallel, next(num_ranks))
+    split = propose_split(work, num_gpus - job.teacher_gpus, job.engine.tensor_parallel, next(num_ranks))
     if split is None:
         return ""
     return (
@@ -170,17 +195,18 @@ def num_resume_points(config: RunConfig) -> int:
 
 
 def memory_table(plan: MemoryPlan) -> list[str]:
-    """The memory of a rank and of an instance by part, one line each, in GB."""
-    names = dict.fromkeys((*plan.trainer, *plan.engine))
+    """The memory of a rank, of an instance and of a teacher by part, one line each, in GB."""
+    columns = {"rank": plan.trainer, "instance": plan.engine} | ({"teacher": plan.teacher} if plan.teacher else {})
+    names = dict.fromkeys(name for parts in columns.values() for name in parts)
     width = max(map(len, names))
 
-    def format_cell(parts: dict[str, int], name: str) -> str:
+    def format_cell(parts: Mapping[str, int], name: str) -> str:
         return f"{parts[name] / GB:10.1f}" if name in parts else " " * 10
 
-    trainer, engine = dict(plan.trainer), dict(plan.engine)
-    lines = [f"{'GB of a GPU':<{width}}  {'rank':>10}  {'instance':>10}"]
-    lines += [f"{name:<{width}}  {format_cell(trainer, name)}  {format_cell(engine, name)}".rstrip() for name in names]
-    total = f"{sum(trainer.values()) / GB:10.1f}  {sum(engine.values()) / GB:10.1f}"
+    lines = ["  ".join([f"{'GB of a GPU':<{width}}", *(f"{column:>10}" for column in columns)])]
+    for name in names:
+        lines.append("  ".join([f"{name:<{width}}", *(format_cell(p, name) for p in columns.values())]).rstrip())
+    total = "  ".join(f"{sum(parts.values()) / GB:10.1f}" for parts in columns.values())
     return [
         *lines,
         f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({memory.MARGIN:.0%} are left free)",
@@ -239,9 +265,9 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     return by_name, text
 
 
-def tensor_parallel(config: RunConfig) -> int:
-    """Number of GPUs of a rollout instance."""
-    return int(getattr(config.rollout.engine, "tensor_parallel", 1))
+def gpus_of(engine: EngineSettings) -> int:
+    """Number of GPUs of a rollout instance or teacher with this engine."""
+    return int(getattr(engine, "tensor_parallel", 1))
 
 
 def uses_gpus(config: RunConfig) -> bool:
@@ -250,9 +276,11 @@ def uses_gpus(config: RunConfig) -> bool:
     return config.model.device != "cpu" and (not config.emulated or config.cluster.gpus > 0)
 
 
-def run_roles(config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0) -> tuple[Role, ...]:
-    """The roles of a job, one per actor. rank_bytes, instance_bytes: memory of a rank or instance on each of its GPUs;
-    0 if unknown."""
+def run_roles(
+    config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0, teacher_bytes: int = 0
+) -> tuple[Role, ...]:
+    """The roles of a job, one per actor. rank_bytes, instance_bytes, teacher_bytes: memory of a rank, instance or
+    teacher on each of its GPUs; 0 if unknown."""
     ranks = (rank_name(number) for number in range(config.training.ranks))
     instances = (f"rollout-{number}" for number in range(config.rollout.instances))
     reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT
@@ -261,7 +289,18 @@ def run_roles(config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0) -
         *(Role(name=name, kind=reward_kind) for name in config.reward_actors),
         *(Role(name=name, kind=RoleKind.RANK, num_devices=1, memory_bytes=rank_bytes) for name in ranks),
         *(
-            Role(name=name, kind=RoleKind.INSTANCE, num_devices=tensor_parallel(config), memory_bytes=instance_bytes)
+            Role(
+                name=name,
+                kind=RoleKind.INSTANCE,
+                num_devices=gpus_of(config.rollout.engine),
+                memory_bytes=instance_bytes,
+            )
             for name in instances
+        ),
+        *(
+            Role(
+                name=name, kind=RoleKind.TEACHER, num_devices=gpus_of(config.teacher.engine), memory_bytes=teacher_bytes
+            )
+            for name in config.teachers
         ),
     )

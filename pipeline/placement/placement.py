@@ -3,8 +3,8 @@
 Rules, which tests/placement/ checks on random fleets:
 - A GPU has one role. With `share`, if a run has more roles than GPUs, it may have several whose memory fits side by
   side, but never two ranks of the trainer, which NCCL refuses. With `turns` it has an instance and a rank, which use
-  it in turns; each may use all of its memory.
-- The GPUs of an instance are in one link domain of one host, and on one NUMA node if possible.
+  it in turns, and each may use all of its memory; or a teacher.
+- The GPUs of an instance, or of a teacher, are in one link domain of one host, and on one NUMA node if possible.
 - Light roles get no GPU, and run on hosts without GPUs if there are any.
 - A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits it waits.
 - A role keeps its previous assignment if its GPUs are still there. Otherwise it gets a GPU of the same host, or else of
@@ -37,12 +37,13 @@ class RoleKind(Enum):
 
     INSTANCE = "rollout instance"
     RANK = "rank of the trainer"
+    TEACHER = "teacher"
     ENVIRONMENT = "environment host"
     LIGHT = "light role"
 
 
 KINDS = frozenset(kind.value for kind in RoleKind)
-PURPOSES = {RoleKind.INSTANCE: "rollout", RoleKind.RANK: "training"}
+PURPOSES = {RoleKind.INSTANCE: "rollout", RoleKind.RANK: "training", RoleKind.TEACHER: "teachers"}
 """What kinds of roles use their GPUs for, in messages."""
 
 
@@ -121,7 +122,8 @@ class _DeviceRoles:
 
     def fits(self, role: Role, *, share: bool, turns: bool) -> bool:
         if turns:
-            has_kind = any(other.kind is role.kind for other in self.roles)
+            has_kind = any(other.kind in (role.kind, RoleKind.TEACHER) for other in self.roles)
+            has_kind |= bool(self.roles) and role.kind is RoleKind.TEACHER
             return not has_kind and (not self.device.memory_bytes or role.memory_bytes <= self.device.memory_bytes)
         if self.roles and not share:
             return False
@@ -332,7 +334,8 @@ def _explain(
         counts[other.kind] += other.num_devices
     parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
     parts += ", in turns" if turns else ""
-    total, num_gpus = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
+    num_teacher_gpus, num_gpus = counts.pop(RoleKind.TEACHER, 0), sum(len(host.devices) for host in hosts)
+    total = num_teacher_gpus + (max if turns else sum)(counts.values())
     num_free = _num_free(hosts, used_gpus)
     line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {num_free} of {num_gpus} are free"
     present_gpus = {device.uuid for host in hosts for device in host.devices}
@@ -364,8 +367,8 @@ IDLE, OTHERS = "..", "##"
 def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment], others: Iterable[str] = ()) -> str:
     """Format which host and GPUs each role has. others: UUIDs of GPUs that other runs use.
 
-    A cell has the roles on a GPU (r3: rollout-3, t0: the trainer, t1: trainer-1), `..` if it is idle, `##` if another
-    run has it; link domains are between bars; roles without a GPU stand behind.
+    A cell has the roles on a GPU (r3: rollout-3, t0: the trainer, t1: trainer-1, T0: teacher-0), `..` if it is idle,
+    `##` if another run has it; link domains are between bars; roles without a GPU stand behind.
     """
     labels: dict[str, list[str]] = {}
     light_roles: dict[str, list[str]] = {}
@@ -395,6 +398,6 @@ def placement_text(hosts: Sequence[Host], assignments: Mapping[str, Assignment],
 
 
 def _label(name: str) -> str:
-    """A name's first letter and its number: r0 for rollout-0, t0 for trainer, t1 for trainer-1."""
+    """A name's first letter and its number: r0 for rollout-0, t0 for trainer, t1 for trainer-1, T0 for teacher-0."""
     kind, _, number = name.partition("-")
-    return f"{kind[0]}{number or 0}"
+    return f"{'T' if kind == 'teacher' else kind[0]}{number or 0}"

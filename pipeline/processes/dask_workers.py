@@ -27,7 +27,7 @@ from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.local_gpus import read_devices, use_devices
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.size_plan import place_locally, tensor_parallel
+from staleflow.pipeline.config.size_plan import gpus_of, place_locally
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.background import run_to_end
 from staleflow.pipeline.processes.clock import now_s
@@ -75,7 +75,7 @@ class DaskWorkers:
     own_worker: str = ""
     """Address of this process as a worker, if the driver runs as a task of the cluster; else empty."""
     num_heavy: int = 0
-    """Number of workers that the run's rollout instances and trainer need."""
+    """Number of workers that the run's rollout instances, trainer and teachers need."""
     choose_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     shared: bool = False
     """Whether other runs may use the cluster, so that workers have to be claimed."""
@@ -448,11 +448,11 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     visible, placement_text = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
     if cluster.kind == "local":
         local = await local_cluster.start(
-            1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances,
+            1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances + len(config.teachers),
             cluster.threads,
             local_cluster.modules_to_preload(emulated=config.emulated),
             dashboard=cluster.dashboard,
-            may_have_children=tensor_parallel(config) > 1,
+            may_have_children=max(gpus_of(config.rollout.engine), gpus_of(config.teacher.engine)) > 1,
         )
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)
@@ -470,7 +470,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         run=config.name,
         start_s=config.deadlines.start_s,
         shared=local is None,
-        num_heavy=config.rollout.instances + config.training.ranks,
+        num_heavy=config.rollout.instances + config.training.ranks + len(config.teachers),
         visible=visible,
         placement_text=placement_text,
     )

@@ -73,9 +73,10 @@ class ActorClient:
 
     @property
     def is_without_role(self) -> bool:
-        """Whether all rollout instances, or all reward workers and environment hosts, are lost. One is being placed,
-        which has a deadline."""
-        return not {"rollout", "reward"} <= {actor.role for actor in self._workers.placed.values()}
+        """Whether all rollout instances, all reward workers and environment hosts, or all teachers are lost. One is
+        being placed, which has a deadline."""
+        roles = {"rollout", "reward", *(["teacher"] if self._config.teachers else [])}
+        return not roles <= {actor.role for actor in self._workers.placed.values()}
 
     def actor(self, name: str) -> Any:
         """The actor `name`, for use as an argument of calls to other actors. Raises ActorLost if it is not placed."""

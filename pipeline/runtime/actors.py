@@ -4,8 +4,8 @@
 (actor_client.py) and publish weights (weight_publisher.py).
 
 Invariants:
-- Rollout instances, reward workers and environment hosts have no unique state, so their users replace them. The trainer
-  and the trajectory server have state, and are restored (role_recovery.py).
+- Rollout instances, reward workers, environment hosts and teachers have no unique state, so their users replace them.
+  The trainer and the trajectory server have state, and are restored (role_recovery.py).
 - A replacement of an instance has a new name, so that late answers of the lost one are not attributed to it.
 - With shared GPUs an instance is asleep when it is placed.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.model_facts import ModelFacts
@@ -43,6 +43,7 @@ from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.store_thread import retry_while_bucket_fails
+from staleflow.tasks.actors.teacher import Teacher
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,10 @@ class Actors(WeightPublisher):
         await gather_or_cancel(
             self._place_at_start("server", lambda: self.place_server(resumed=store_exists())),
             self._place_at_start("trainer", self.place_trainer),
-            *(self._place_at_start(name, partial(self.place_reward_actor, name)) for name in config.reward_actors),
+            *(
+                self._place_at_start(name, partial(self.place_stateless, name))
+                for name in (*config.reward_actors, *config.teachers)
+            ),
             *map(self._place_instance_at_start, range(config.rollout.instances)),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
@@ -157,28 +161,32 @@ class Actors(WeightPublisher):
     def start_progress(self) -> str:
         """Progress of `place_all` as a line for display: which actors are missing."""
         names = ["server", "trainer", *trainer_group.follower_names(self._config), *self._config.reward_actors]
-        names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
+        names += [*self._config.teachers, *(f"rollout-{i}" for i in range(self._config.rollout.instances))]
         missing_names = [name for name in names if name not in self._workers.placed]
         if not missing_names:
             return f"all {len(names)} ready, {self._trainer_activity}"
         loads_model = not self._config.emulated and any(
-            n == "trainer" or n.startswith("rollout-") for n in missing_names
+            n == "trainer" or n.startswith(("rollout-", "teacher-")) for n in missing_names
         )
         shown_names = ", ".join(missing_names[:MAX_NAMES_SHOWN])
         suffix = f" and {len(missing_names) - MAX_NAMES_SHOWN} more" if len(missing_names) > MAX_NAMES_SHOWN else ""
         loading = f" (loading {self._config.model.path})" if loads_model else ""
         return f"{len(names) - len(missing_names)} of {len(names)} ready, waiting for {shown_names}{suffix}{loading}"
 
-    async def place_reward_actor(self, name: str) -> None:
-        """Place a reward worker or environment host. Raises ConfigError if it cannot load the job's code."""
-        await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
+    async def place_stateless(self, name: str) -> None:
+        """Place a reward worker, an environment host or a teacher. Raises ConfigError if it cannot load the job's code
+        or model."""
+        if name in self._config.teachers:
+            await self.place_teacher(name)
+        else:
+            await (self.place_environment(name) if self._config.has_environment else self.place_reward(name))
 
-    async def replace_reward_actor(self, name: str) -> None:
-        """Place a reward worker or environment host that was lost, again if its replacement is lost while it is placed.
-        Raises ActorLost if it is lost too often, and as Workers.place does."""
+    async def replace_stateless(self, name: str) -> None:
+        """Place a reward worker, environment host or teacher that was lost, again if its replacement is lost while it
+        is placed. Raises ActorLost if it is lost too often, and as Workers.place does."""
         while True:
             try:
-                await self.place_reward_actor(name)
+                await self.place_stateless(name)
                 return
             except (ActorLost, ActorFailed) as loss_error:
                 if loss_error.actor != name:
@@ -198,6 +206,22 @@ class Actors(WeightPublisher):
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 
+    async def place_teacher(self, name: str) -> None:
+        """Place a teacher, which loads the reference model."""
+        config = self._config
+        settings: Any = actor_settings.teacher_engine_settings(config, self._facts.eos)
+        await self._workers.place(
+            name,
+            "teacher",
+            Teacher,
+            settings,
+            InstanceId(name),
+            config.cluster.threads,
+            config.rollout.temperature,
+            config.deadlines.call_s,
+            config.model.path if settings.model != config.model.path else "",
+        )
+
     async def move_reward_actor(self, name: str) -> None:
         """Move a reward worker or environment host to a Dask worker that other actors of the run use, and release its
         own."""
@@ -206,11 +230,11 @@ class Actors(WeightPublisher):
         if name in self._workers.placed:
             logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
             await self._workers.release_shared(name)
-        await self.place_reward_actor(name)
+        await self.place_stateless(name)
 
-    def has_other_reward_actor(self, name: str) -> bool:
-        """Whether a reward worker or environment host besides `name` is placed."""
-        return any(other in self._workers.placed for other in self._config.reward_actors if other != name)
+    def has_other(self, name: str, names: Iterable[str]) -> bool:
+        """Whether another of the actors `names` than `name` is placed."""
+        return any(other in self._workers.placed for other in names if other != name)
 
     def reward_actor_at(self, address: str) -> str:
         """Name of the reward worker or environment host at a Dask worker's address; empty if there is none."""
@@ -312,7 +336,7 @@ class Actors(WeightPublisher):
     async def close(self) -> None:
         """Close all actors, engines first because they may still read data of the others. Never raises."""
         await self.recovery.stop()
-        order = {"rollout": 0, "trainer": 1, "reward": 2}
+        order = {"rollout": 0, "teacher": 0, "trainer": 1, "reward": 2}
         for actor in sorted(self._workers.placed.values(), key=lambda actor: order.get(actor.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await self.ask(actor.name, "close", within_s=CLOSE_S)

@@ -1,17 +1,17 @@
 """Runs a coordinator on actors: executes its commands as calls, and feeds the results back as events.
 
 It decides nothing itself. pipeline/processes/worker_protocol.py hides where the actors run. The main loop handles
-events; background tasks run the commit queue (commit_queue.py), scoring (scoring.py), environment steps
-(environment_hosts.py) and the links to instances (membership.py).
+events; background tasks run the commit queue (commit_queue.py), scoring (scoring.py), teachers (teacher_queue.py),
+environment steps (environment_hosts.py) and the links to instances (membership.py).
 
 Invariants:
 - Every event is journalled with the commands that followed from it, in the order in which they were executed.
 - Commands to one rollout instance are sent in order (see InstanceLink), and so are discards and commits to the
   trajectory server. A step's batch is queued for commit before its version is reported to the coordinator. A step
   begins only when at most one step before it is not stored.
-- A lost rollout instance or reward worker does not end the run: it is replaced, and its work is sampled or scored
-  again. The trainer and the trajectory server are restored (role_recovery.py), and calls to them are retried.
-  A failed commit ends the run with one error.
+- A lost rollout instance, reward worker or teacher does not end the run: it is replaced, and its work is done again.
+  The trainer and the trajectory server are restored (role_recovery.py), and calls to them are retried. A failed commit
+  ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - `close` leaves no task behind and does not raise, even after an error.
 """
@@ -52,9 +52,10 @@ from staleflow.pipeline.runtime.progress_watch import ProgressWatch
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.pipeline.runtime.step_records import StepRecords
+from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
 from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.trajectory import PolicyVersion, is_evaluation
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.server_messages import RecoverableWork, RecoveredWork
 from staleflow.tasks.actors.trainer import PublishedStep
@@ -111,6 +112,7 @@ class Driver:
         self._commit_queue = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_phase)
         actors.verification.on_refused = self._commit_refusal
         self._score_queue = ScoreQueue(config, actors, self._inbox.put_nowait)
+        self._teacher_queue = TeacherQueue(config, actors)
         self._environment_hosts = EnvironmentHosts(config, actors, self._inbox.put_nowait)
         self._num_drawn = 0
         """Number of groups that the server has drawn; also the number of the next group."""
@@ -127,7 +129,7 @@ class Driver:
             self._coordinator.is_drained,
         )
         self._progress_watch = ProgressWatch(
-            self._coordinator, actors, self._commit_queue, self._score_queue, config.deadlines
+            self._coordinator, actors, self._commit_queue, self._score_queue, self._teacher_queue, config.deadlines
         )
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
         self.report = RunReport(
@@ -177,6 +179,8 @@ class Driver:
         self._background.spawn(self._membership.place_optional_instances(), "optional instances")
         for coroutine in self._score_queue.coroutines():
             self._background.spawn(coroutine, "scoring")
+        for coroutine in self._teacher_queue.coroutines():
+            self._background.spawn(coroutine, "teachers")
         for coroutine in self._environment_hosts.coroutines():
             self._background.spawn(coroutine, "environments")
         self._membership.join_all()
@@ -311,6 +315,7 @@ class Driver:
         self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
 
     def _handle(self, event: events.Event) -> None:
+        self._teacher_queue.put(_newly_scored(event))
         elapsed_s = self._actors.clock.elapsed_s
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
@@ -362,7 +367,9 @@ class Driver:
 
     async def _train(self, command: commands.Train) -> None:
         await self._commit_queue.wait_for_room()
+        waited_s = await self._teacher_queue.wait_for(command.trajectories)
         published = await self._actors.train(command.step, command.trajectories, command.versions)
+        published.metrics.update({"teacher_wait_s": waited_s} if self._config.teachers else {})
         self._measurements.finish_training(published.metrics, self._actors.instances.values())
         self._inbox.put_nowait(published)
 
@@ -471,3 +478,14 @@ class Driver:
         if line and line not in self.report.notes:
             self.report.notes.append(line)
             self._listener.on_line(line)
+
+
+def _newly_scored(event: events.Event) -> list[TrajectoryId]:
+    """The trajectories of which an event reports for the first time in this start of the run that they are scored."""
+    match event:
+        case events.TrajectoryScored(trajectory=trajectory):
+            return [trajectory]
+        case events.RunResumed(groups=groups):
+            return [member.trajectory for group in groups for member in group.members if member.scored]
+        case _:
+            return []

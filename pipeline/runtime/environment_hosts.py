@@ -169,7 +169,7 @@ class EnvironmentHosts:
             if host.placement_number != placement_number:
                 return
             self._actors.record_loss(host.name, error)
-            await self._actors.replace_reward_actor(host.name)
+            await self._actors.replace_stateless(host.name)
             self._resend_pending(host)
 
     async def move(self, name: str) -> None:
@@ -185,7 +185,7 @@ class EnvironmentHosts:
                 if error.actor != name:
                     raise
                 self._actors.record_loss(name, error)
-                await self._actors.replace_reward_actor(name)
+                await self._actors.replace_stateless(name)
             self._resend_pending(host)
 
     def _resend_pending(self, host: _Host) -> None:

@@ -9,6 +9,7 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
 from staleflow.pipeline.runtime.scoring import ScoreQueue
+from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
 from staleflow.stores.errors import RunStuck
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
@@ -22,12 +23,14 @@ class ProgressWatch:
         actors: Actors,
         commit_queue: CommitQueue,
         score_queue: ScoreQueue,
+        teacher_queue: TeacherQueue,
         deadlines: DeadlineConfig,
     ) -> None:
         self._coordinator = coordinator
         self._actors = actors
         self._commit_queue = commit_queue
         self._score_queue = score_queue
+        self._teacher_queue = teacher_queue
         self._deadlines = deadlines
         self._last_progress_s = now_s()
         """Time of the last progress."""
@@ -69,6 +72,6 @@ class ProgressWatch:
         for such calls does not mean that the run is stuck."""
         actors = self._actors
         previous_bytes, self._bytes_arrived = self._bytes_arrived, actors.bytes_arrived
-        is_busy = self._commit_queue.is_full or self._score_queue.is_scoring
+        is_busy = self._commit_queue.is_full or self._score_queue.is_busy or self._teacher_queue.is_busy
         is_busy |= actors.is_restoring or actors.is_loading or actors.is_without_role
         return is_busy or self._bytes_arrived > previous_bytes

@@ -141,6 +141,8 @@ class TrainingShape:
     recompute: bool
     offload: bool
     adapter_rank: int = 0
+    reference: ModelShape | None = None
+    """The reference model that each rank holds its share of; None if there is none, or teachers hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +211,12 @@ def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
     larger counts."""
     per_token = activation_bytes(model, training.dtype, recompute=training.recompute)
     optimizer = 0 if training.offload else 4 * trained_parameters(model, training) // training.ranks
+    reference = {}
+    if training.reference is not None and not training.offload:
+        reference["reference model"] = ITEM_BYTES[training.dtype] * training.reference.parameters // training.ranks
     return {
         "weights, gradients, optimizer": parameter_bytes(model, training),
+        **reference,
         "activations, or optimizer step": max(int(KERNEL_FACTOR * training.microbatch_tokens * per_token), optimizer),
         "output layer": LOGIT_BYTES + 4 * model.hidden * training.microbatch_tokens,
         "CUDA context": CONTEXT_BYTES + NCCL_BYTES * (training.ranks > 1),

@@ -26,10 +26,12 @@ class SizedJob:
 
     Args:
         max_length: Tokens of its longest sequence, prompt included.
-        num_gpus: GPUs of trainer and instances together.
+        num_gpus: GPUs of trainer, instances and teachers together.
         has_own_gpus: Whether trainer and instances have separate GPUs; otherwise all share one.
         takes_turns: Whether they use the same GPUs in turns.
         start_s: The job's deadlines.start_s.
+        teachers: Number of teachers.
+        teacher, teacher_model: Settings and model of a teacher; None without teachers, or if its model is not sized.
     """
 
     training: memory.TrainingShape
@@ -40,12 +42,28 @@ class SizedJob:
     has_own_gpus: bool = True
     takes_turns: bool = False
     start_s: float = 0.0
+    teachers: int = 0
+    teacher: memory.EngineShape | None = None
+    teacher_model: memory.ModelShape | None = None
+
+    @property
+    def teacher_gpus(self) -> int:
+        """GPUs of all teachers."""
+        return 0 if self.teacher is None else self.teachers * self.teacher.tensor_parallel
+
+    @property
+    def teacher_parts(self) -> dict[str, int]:
+        """Bytes of each GPU of a teacher by use; empty without teachers."""
+        if self.teacher is None or self.teacher_model is None:
+            return {}
+        return memory.engine_parts(self.teacher_model, self.teacher)
 
     @property
     def needed_gpus(self) -> int:
         if self.takes_turns:
-            return max(self.training.ranks, self.instances * self.engine.tensor_parallel)
-        return self.training.ranks + self.instances * self.engine.tensor_parallel if self.has_own_gpus else 1
+            return self.teacher_gpus + max(self.training.ranks, self.instances * self.engine.tensor_parallel)
+        num_gpus = self.training.ranks + self.instances * self.engine.tensor_parallel + self.teacher_gpus
+        return num_gpus if self.has_own_gpus else 1
 
     @property
     def instances_on_gpu(self) -> int:
@@ -55,12 +73,13 @@ class SizedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of a rank's and of an instance's GPU by part, with a proposal. changes: keys of the job file and the values
-    with which it fits; empty if it fits already, None if no change is known."""
+    """Bytes of a rank's, an instance's and a teacher's GPU by part, with a proposal. changes: keys of the job file and
+    the values with which it fits; empty if it fits already, None if no change is known."""
 
     device_bytes: int
     trainer: Mapping[str, int]
     engine: Mapping[str, int]
+    teacher: Mapping[str, int]
     changes: Mapping[str, object] | None
     proposed: Mapping[str, object]
 
@@ -82,6 +101,7 @@ def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> Mem
         device_bytes=device_bytes,
         trainer=memory.trainer_parts(model, job.training),
         engine=memory.engine_parts(model, job.engine),
+        teacher=job.teacher_parts,
         changes=changes,
         proposed=_propose_settings(model, job_that_fits, device_bytes) if changes is not None else {},
     )
@@ -90,17 +110,20 @@ def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> Mem
 def _fits(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> bool:
     trainer = sum(memory.trainer_parts(model, job.training).values())
     engine = sum(memory.engine_parts(model, job.engine).values())
+    teacher = sum(job.teacher_parts.values())
     usable_bytes = device_bytes * (1 - memory.MARGIN)
     if job.takes_turns:
-        return max(trainer, engine) + memory.CONTEXT_BYTES <= usable_bytes
-    together = max(trainer, engine) if job.has_own_gpus else trainer + engine * job.instances_on_gpu
-    return together <= usable_bytes
+        return max(max(trainer, engine) + memory.CONTEXT_BYTES, teacher) <= usable_bytes
+    if job.has_own_gpus:
+        return max(trainer, engine, teacher) <= usable_bytes
+    return trainer + engine * job.instances_on_gpu + teacher * job.teachers <= usable_bytes
 
 
 def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
-    num_free_gpus = job.num_gpus - (0 if job.takes_turns else job.instances * engine.tensor_parallel)
+    num_free_gpus = job.num_gpus - job.teacher_gpus
+    num_free_gpus -= 0 if job.takes_turns else job.instances * engine.tensor_parallel
     options: dict[str, Sequence[object]] = {
         "rollout.instances": [1] if job.instances_on_gpu > 1 else [],
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
@@ -144,6 +167,8 @@ def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     for option, value in changes.items():
         if option == "model.dtype":
             parts["training"]["dtype"] = parts["engine"]["dtype"] = value
+            if job.teacher is not None:
+                parts["job"]["teacher"] = dataclasses.replace(job.teacher, dtype=str(value))
         else:
             section, field = SHAPE_FIELDS[option]
             parts[section][field] = value
@@ -166,6 +191,7 @@ def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int
         free_bytes -= memory.CONTEXT_BYTES
     elif not job.has_own_gpus:
         free_bytes -= sum(memory.trainer_parts(model, job.training).values())
+        free_bytes -= job.teachers * sum(job.teacher_parts.values())
     free_bytes /= num_sharing
     if free_bytes < job.engine.kv_tokens * memory.cache_bytes(model, engine):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)

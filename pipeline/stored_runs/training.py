@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.reward_process import ScoredResponse
     from staleflow.tasks.training.policy import Policy
 
-CHANGEABLE_KEYS = ("training.", "model.", "seed", "task.eval_prompts")
+CHANGEABLE_KEYS = ("training.", "teacher.instances", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
 RESUME_POINT_S = 30.0
 """Seconds of work after which a resume point is written."""
@@ -142,7 +142,8 @@ def make_plan(
         matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
     require_writable_folder(out.parent)
-    if config.training.kl.reference:
+    _check_stored_reference(config, load_job(run_dir))
+    if config.training.kl.reference and not config.teachers:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds
     kept_overrides = [o for o in overrides if not o.startswith("task.eval_prompts")]
@@ -157,6 +158,17 @@ def make_plan(
         exact=branch == "main" and not where and epochs == 1 and not kept_overrides,
         prompt_seed=load_job(run_dir).seed,
     )
+
+
+def _check_stored_reference(config: RunConfig, run_job: RunConfig) -> None:
+    """Raise ConfigError if training would read logprobs of the reference that the run's teachers did not compute."""
+    reference, run_reference = (c.training.kl.reference or c.model.path for c in (config, run_job))
+    if config.teachers and (not run_job.teachers or reference != run_reference):
+        stored = f"those of {run_reference!r}" if run_job.teachers else "none"
+        raise ConfigError(
+            f"teacher.instances = {config.teacher.instances}: the run stored {stored} as logprobs of the reference; "
+            f"set teacher.instances=0, so that the trainer computes those of {reference!r}"
+        )
 
 
 # -- on the worker ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from staleflow.stores.auditing.weight_counts import Refusal, refused_token_findi
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
-from staleflow.stores.trajectories.layout import parse_span
+from staleflow.stores.trajectories.layout import TEACHER, lacks_teacher, parse_span, read_teacher
 from staleflow.stores.trajectories.reader import BLOCK_ROWS, SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Span
@@ -122,6 +122,8 @@ class RowBlock:
     mask: npt.NDArray[np.uint8]
     spans: Spans
     """Of all rows, in order."""
+    teacher: npt.NDArray[np.float32] | None = None
+    """A teacher's logprobs as they are stored; None if the store has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
         versions=tokens["versions"],
         mask=mask,
         spans=spans,
+        teacher=tokens.get(TEACHER),
     )
 
 
@@ -355,6 +358,7 @@ def _token_faults_by_row(block: RowBlock) -> dict[int, list[str]]:
             and not block.logprobs[token_range][~sampled].any()
             and np.isfinite(block.logprobs[token_range]).all()
             and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
+            and (block.teacher is None or _are_all_or_none(block.teacher[token_range], sampled, prompts + responses))
         ):
             return {}
     errors: dict[int, list[str]] = {}
@@ -365,7 +369,12 @@ def _token_faults_by_row(block: RowBlock) -> dict[int, list[str]]:
         row_tokens = slice(a, a + prompt + response)
         if row_errors := list(
             token_faults(
-                block.versions[row_tokens], block.logprobs[row_tokens], block.mask[row_tokens], prompt, trained
+                block.versions[row_tokens],
+                block.logprobs[row_tokens],
+                block.mask[row_tokens],
+                prompt,
+                trained,
+                None if block.teacher is None else block.teacher[row_tokens],
             )
         ):
             errors[i] = row_errors
@@ -378,9 +387,10 @@ def token_faults(
     mask: npt.NDArray[np.uint8],
     prompt: int,
     trained: int,
+    teacher: npt.NDArray[np.float32] | None = None,
 ) -> Iterator[str]:
     """Describe contradictions between a row's token arrays. prompt: the number of prompt tokens; trained: its loss
-    mask."""
+    mask; teacher: a teacher's logprobs as they are stored, None if the store has none."""
     sampled = versions != NO_VERSION
     if count := int(np.count_nonzero(sampled[:prompt])):
         yield f"{count} tokens of the prompt have a version"
@@ -394,6 +404,25 @@ def token_faults(
         yield f"{count} tokens have a loss mask, and carry no gradient"
     if count := int(np.count_nonzero(mask < expected_mask)):
         yield f"{count} tokens that carry gradient have no loss mask"
+    if teacher is None:
+        return
+    if count := int(np.count_nonzero(~lacks_teacher(teacher[~sampled]))):
+        yield f"{count} tokens that were not sampled have a teacher's logprob"
+    if not lacks_teacher(teacher).all() and (count := int(np.count_nonzero(~np.isfinite(teacher[sampled])))):
+        yield f"{count} sampled tokens have no finite logprob of the teacher, which has computed others of the row"
+
+
+def _are_all_or_none(teacher: npt.NDArray[np.float32], sampled: npt.NDArray[np.bool_], sizes: Ints) -> bool:
+    """Whether, of adjacent rows with these numbers of tokens, either all sampled tokens of a row have a finite logprob
+    of a teacher or none has, and no other token has one."""
+    lacking, row_index = lacks_teacher(teacher), np.repeat(np.arange(len(sizes)), sizes)
+    num_sampled = np.bincount(row_index[sampled], minlength=len(sizes))
+    num_lacking = np.bincount(row_index[sampled & lacking], minlength=len(sizes))
+    return bool(
+        lacking[~sampled].all()
+        and np.isfinite(teacher[sampled & ~lacking]).all()
+        and ((num_lacking == 0) | (num_lacking == num_sampled)).all()
+    )
 
 
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
@@ -416,4 +445,5 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
             logprobs,
             (reward, advantage),
             branches.get(number, ()),
+            None if block.teacher is None else read_teacher(block.teacher[b:c], versions),
         )

@@ -11,6 +11,7 @@ Invariants:
 - Every sampled token has a finite logprob: a delivery with any other is refused, since no loss could use it.
 - A turn that has ended is never continued without an observation of the environment, and a reward belongs to exactly
   the tokens that were scored.
+- A teacher's logprobs belong to exactly the tokens that have the reward.
 - The tokens of a trajectory are of one attempt at its episode. An entry of a later attempt shows that a restart is
   missing: everything but the prompt is dropped first. An entry of an earlier attempt is late, and refused.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
@@ -143,6 +144,8 @@ class InFlightState:
                 return self._restart(entry)
             case spool_entries.RewardDelivered():
                 return self._reward(entry)
+            case spool_entries.TeacherDelivered():
+                return self._add_teacher_logprobs(entry)
             case spool_entries.TrajectoriesRouted():
                 return self._route(entry)
             case spool_entries.GroupDrawn():
@@ -339,7 +342,7 @@ class InFlightState:
         """Drop all tokens of a trajectory but its prompt. attempt: number of the new attempt. route_number: deliveries
         under earlier ones are refused."""
         self.live[t.id] = replace(
-            t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
+            t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="", teacher_logprobs=None,
             timings=replace(t.timings, rewarded_s=0.0),
         )  # fmt: skip
         self.scored.discard(t.id)
@@ -408,6 +411,15 @@ class InFlightState:
             timings=replace(t.timings, rewarded_s=entry.at_s),
         )
         self.scored.add(entry.trajectory)
+        return True
+
+    def _add_teacher_logprobs(self, entry: spool_entries.TeacherDelivered) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or t.id not in self.scored or t.teacher_logprobs is not None:
+            return False
+        if not t.num_tokens == entry.tokens == len(entry.logprobs) or not np.isfinite(entry.logprobs).all():
+            return False
+        self.live[t.id] = replace(t, teacher_logprobs=np.where(t.sampled, entry.logprobs, np.float32(0)))
         return True
 
     def _take_batch(self, entry: spool_entries.BatchTaken) -> bool:

@@ -214,6 +214,7 @@ class Spool:
                 | spool_entries.ObservationDelivered()
                 | spool_entries.EpisodeRestarted()
                 | spool_entries.RewardDelivered()
+                | spool_entries.TeacherDelivered()
             ):
                 return {self._group(entry.trajectory)}
             case spool_entries.TrajectoriesRouted():

@@ -20,6 +20,7 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import (
     FinishReason,
+    FloatArray,
     GroupId,
     IntArray,
     PolicyVersion,
@@ -114,6 +115,16 @@ class RewardDelivered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherDelivered:
+    """A teacher has computed the logprobs of a response with this number of tokens, which has its reward."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    logprobs: FloatArray  # [T] under the reference model, nats; 0 for tokens that were not sampled
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTaken:
     """A training step has consumed trajectories. versions: their v_traj."""
 
@@ -154,13 +165,14 @@ Entry = (
     | ObservationDelivered
     | EpisodeRestarted
     | RewardDelivered
+    | TeacherDelivered
     | BatchTaken
     | TrajectoriesDiscarded
     | InFlightResumed
     | EvaluationEnded
 )
 
-EpisodeEntry = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered
+EpisodeEntry = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered | TeacherDelivered
 """Entries that belong to one attempt at an episode."""
 
 
@@ -171,6 +183,7 @@ KINDS: dict[str, Any] = {
     "given": ObservationDelivered,
     "restarted": EpisodeRestarted,
     "reward": RewardDelivered,
+    "teacher": TeacherDelivered,
     "batch": BatchTaken,
     "retired": TrajectoriesDiscarded,
     "resumed": InFlightResumed,
@@ -194,7 +207,7 @@ def encode(entry: Entry) -> bytes:
     def plain(value: Any) -> Any:
         match value:
             case np.ndarray():
-                arrays.append(value.astype("<i4"))
+                arrays.append(value.astype("<f4" if value.dtype.kind == "f" else "<i4"))
                 return len(value)
             case Segment():
                 arrays.extend([value.tokens.astype("<i4"), value.logprobs.astype("<f4")])
@@ -226,8 +239,8 @@ def decode(data: bytes) -> Entry:
             return np.frombuffer(data, dtype, count, offset - 4 * count)
 
         def parse(hint: Any, value: Any) -> Any:
-            if hint == IntArray:
-                return array("<i4", value)
+            if hint in (IntArray, FloatArray):
+                return array("<i4" if hint == IntArray else "<f4", value)
             if hint is Segment:
                 version, instance, count = value
                 return Segment(

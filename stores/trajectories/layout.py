@@ -46,6 +46,8 @@ COMMIT_COLUMNS = (
 """Columns of the table of commits. kind: its index in KINDS; first_id, last_id: the smallest and largest id of its
 trajectories, -1 if it has none; record_offset, record_bytes: position and size of its record in `records`."""
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
+TEACHER = "teacher"
+"""The token array of a teacher's logprobs, which a store has once a row has any."""
 COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 """Index of each name in COMMIT_COLUMNS."""
 TIMES = tuple(field.name for field in fields(Timings))
@@ -66,7 +68,8 @@ def id_range(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitArrays:
-    """Trajectories as arrays that a commit appends. tokens: [T] arrays by the names of TOKEN_ARRAYS."""
+    """Trajectories as arrays that a commit appends. tokens: [T] arrays by the names of TOKEN_ARRAYS, and TEACHER if a
+    row has a teacher's logprobs."""
 
     tokens: dict[str, npt.NDArray[Any]]
     rows: Rows  # [R] all columns
@@ -78,6 +81,9 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
     """Convert trajectories to arrays for a commit. start, text_start: positions in the store where their tokens and
     texts begin."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
+    has_teacher = any(row.trajectory.teacher_logprobs is not None for row in ended_trajectories)
+    if has_teacher:
+        tokens[TEACHER] = []
     offsets, texts = [], []
     offset = start
     for row in ended_trajectories:
@@ -91,6 +97,8 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
             np.zeros(prompt_length, np.uint8),
             ((versions != NO_VERSION) & row.loss_mask).astype(np.uint8),
         ]
+        if has_teacher:
+            tokens[TEACHER] += [np.full(prompt_length, np.nan, np.float32), _teacher_values(t)]
         texts.append(json.dumps(_extra_fields(t), separators=(",", ":")).encode())
         offsets.append(offset)
         offset += prompt_length + len(response)
@@ -108,17 +116,35 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
     )
 
 
+def _teacher_values(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+    """[T] a teacher's logprobs as they are stored: NaN for each token without one."""
+    if trajectory.teacher_logprobs is None:
+        return np.full(trajectory.num_tokens, np.nan, np.float32)
+    return np.where(trajectory.sampled, trajectory.teacher_logprobs, np.float32(np.nan))
+
+
+def lacks_teacher(values: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """[T] bool, whether tokens have what is stored for those without a teacher's logprob, bit for bit."""
+    lacking: npt.NDArray[np.bool_] = np.ascontiguousarray(values, np.float32).view(np.uint32) == NAN_BITS
+    return lacking
+
+
+NAN_BITS = np.asarray(np.nan, np.float32).view(np.uint32)
+
+
 def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: bytes) -> str:
     """Hash, 32 hex digits, of all that is stored of a commit's rows. Columns with fill values only are left out,
-    because an earlier store without such a column reads the same.
+    because an earlier store without such a column reads the same; so are a teacher's logprobs if there are none.
 
     Args:
-        tokens: [T] by the names of TOKEN_ARRAYS, of these rows alone.
+        tokens: [T] by the names of TOKEN_ARRAYS, and TEACHER if the store has it, of these rows alone.
         rows: [R] all columns.
         text: Their texts.
     """
     digest = hashlib.blake2b(digest_size=16)
     arrays = {name: np.asarray(tokens[name], dtype) for name, dtype in TOKEN_ARRAYS.items()}
+    if TEACHER in tokens and not lacks_teacher(tokens[TEACHER]).all():
+        arrays[TEACHER] = np.asarray(tokens[TEACHER], np.float32)
     arrays |= {c.array_name: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
     arrays["text"] = np.frombuffer(text, np.uint8)
     for name, values in arrays.items():
@@ -175,6 +201,9 @@ def unpack(
         index += size
     if index != end or not versions_match:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
+    teacher_logprobs = None
+    if TEACHER in tokens:
+        teacher_logprobs = read_teacher(tokens[TEACHER][middle:end], tokens["versions"][middle:end])
     return EndedTrajectory(
         trajectory=Trajectory(
             id=TrajectoryId(row["trajectory"]),
@@ -190,6 +219,7 @@ def unpack(
             dataset_row=row["dataset_row"],
             source=row["source"],
             task=row["task"],
+            teacher_logprobs=teacher_logprobs,
         ),
         fate=fate,
         reason=reason,
@@ -197,6 +227,14 @@ def unpack(
         advantage=row["advantage"],
         loss_mask=bool(row["loss_mask"]),
     )
+
+
+def read_teacher(values: npt.NDArray[np.float32], versions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32] | None:
+    """A teacher's logprobs of a response as Trajectory has them, from stored values; None if it has none. versions: of
+    the response's tokens. Values that are not finite stay, for an audit to find."""
+    if lacks_teacher(values).all():
+        return None
+    return np.where(versions == NO_VERSION, np.float32(0), values)
 
 
 def parse_span(instance: str, version: int, size: int, *env_values: float) -> tuple[str, int, int, float, int]:

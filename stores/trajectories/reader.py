@@ -34,7 +34,7 @@ from staleflow.stores.trajectories.columns import (
     empty_rows,
     select_columns,
 )
-from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
+from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TEACHER, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, chain_hash
 from staleflow.stores.trajectories.repository import (
     MAIN,
@@ -454,7 +454,8 @@ class StoreReader:
     def _read_tokens(self, root: Any, rows: Rows) -> RowTokens:
         start = int(rows["offset"].min())
         stop = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
-        tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in ("ids", "logprobs", "versions")}
+        names = ["ids", "logprobs", "versions", *([TEACHER] if f"tokens/{TEACHER}" in root else [])]
+        tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in names}
         text_start = int(rows["text_offset"].min())
         text_stop = int((rows["text_offset"] + rows["text_bytes"]).max())
         return tokens, start, self._slice(root, "text", text_start, text_stop).tobytes(), text_start
@@ -540,10 +541,10 @@ def num_rows(root: Any) -> int:
 
 
 def array_names(root: Any) -> list[str]:
-    """Names of the arrays that a store has. Columns added after it was created, and logprobs under other weights, may
-    be absent."""
+    """Names of the arrays that a store has. Columns added after it was created, a teacher's logprobs, and logprobs
+    under other weights, may be absent."""
     columns = [column.array_name for column in COLUMNS]
-    optional_arrays = (*columns, "text", "commits", "records", RECOMPUTED_LOGPROBS)
+    optional_arrays = (*columns, "text", "commits", "records", f"tokens/{TEACHER}", RECOMPUTED_LOGPROBS)
     return [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(name for name in optional_arrays if name in root)]
 
 

@@ -194,6 +194,7 @@ class BatchDigest:
         logprobs: npt.NDArray[np.float32],
         reward_and_advantage: tuple[float, float],
         branches: Sequence[ContextBranch] = (),
+        teacher_logprobs: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Add a trajectory. id_and_version: its id and v_traj. Other arguments as in Trajectory."""
         self._hash.update(_TWO_IDS.pack(*id_and_version))
@@ -206,6 +207,9 @@ class BatchDigest:
             self._hash.update(_LENGTH.pack(-len(branches)))
         for branch in branches:
             self._hash.update(_TWO_IDS.pack(*branch))
+        if teacher_logprobs is not None:
+            self._hash.update(b"teacher")
+            self._hash.update(np.ascontiguousarray(teacher_logprobs, "<f4").data)
 
     @property
     def hex(self) -> str:
@@ -221,7 +225,7 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     digest = BatchDigest()
     for t, advantage in batch:
         arrays = (t.prompt_tokens, t.response_tokens, t.versions, t.logprobs)
-        digest.add((t.id, t.v_traj), *arrays, (t.reward, advantage), t.branches)
+        digest.add((t.id, t.v_traj), *arrays, (t.reward, advantage), t.branches, t.teacher_logprobs)
     return digest.hex
 
 

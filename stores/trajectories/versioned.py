@@ -7,6 +7,8 @@ Layout (one row per trajectory; its prompt and response are adjacent in the flat
     tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens and given ones
     tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens and given ones
     tokens/mask       uint8   [T]      1 where the loss applies
+    tokens/teacher    float32 [T]      logprob under the reference model, nats; NaN where no teacher computed one. Only
+                                       in stores with such a token
     rows/NAME                 [R]      a column for each name in stores/trajectories/columns.py
     text              uint8   [B]      JSON: spans, reward parts and errors of rows
     commits           int64   [S, 8]   COMMIT_COLUMNS: numbers needed to list and resume a run
@@ -37,7 +39,7 @@ from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
-from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, TOKEN_ARRAYS
+from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, TEACHER, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, ROW_COUNT_ARRAY, StoreReader, elements_per_file, num_rows
 from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, chain_hash
 from staleflow.stores.trajectories.repository import (
@@ -266,6 +268,10 @@ class VersionedStore(StoreReader):
         end = start + arrays.num_tokens
         new_values: dict[str, npt.NDArray[Any]] = {}
         if arrays.num_tokens:
+            if TEACHER in arrays.tokens and f"tokens/{TEACHER}" not in root:
+                _create_token_array(root, TEACHER, "float32", fill=np.nan)
+            if f"tokens/{TEACHER}" in root:
+                root[f"tokens/{TEACHER}"].resize((end,))  # of tokens that are not written it reads NaN
             for name, values in arrays.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((end,))
@@ -315,12 +321,16 @@ def create_arrays(root: Any, header: Any) -> None:
     """Create the arrays of an empty store. header: the encoded header."""
     root.attrs.update({"format": FORMAT, "header": header})
     for name, dtype in TOKEN_ARRAYS.items():
-        _create_array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
+        _create_token_array(root, name, dtype)
     for column in COLUMNS:
         _ensure_column(root, column, 0)
     _create_array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
     _create_array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
     _create_array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
+
+
+def _create_token_array(root: Any, name: str, dtype: str, *, fill: float = 0) -> None:
+    _create_array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE, fill=fill)
 
 
 def _ensure_column(root: Any, column: Column, count: int) -> None:

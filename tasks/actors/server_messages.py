@@ -1,4 +1,4 @@
-"""Messages between the trajectory server and the driver, rollout instances and environment hosts."""
+"""Messages between the trajectory server and the driver, rollout instances, environment hosts and teachers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.trajectories.records import LedgerState
-from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import FloatArray, GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.training.microbatches import Row
 
 
 class EvaluatedResponse(NamedTuple):
@@ -61,6 +62,20 @@ class RewardItem(NamedTuple):
     num_tokens: int
     route_number: int
     score: ScoredResponse
+
+
+class TeacherItem(NamedTuple):
+    """A response for a teacher."""
+
+    trajectory: TrajectoryId
+    row: Row
+
+
+class TeacherLogprobs(NamedTuple):
+    """[T] logprobs of a response under the reference model, nats; 0 for tokens that were not sampled."""
+
+    trajectory: TrajectoryId
+    logprobs: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

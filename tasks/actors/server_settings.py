@@ -32,5 +32,7 @@ class ServerSettings:
     """Token limit of a turn."""
     keeps_kv: bool
     """Whether environment steps follow turns, so that engines keep their KV cache."""
+    has_teacher: bool = False
+    """Whether a step needs the logprobs of its responses from a teacher."""
     serves_drafts: bool = False
     """Whether engines draft from the responses that the server knows."""

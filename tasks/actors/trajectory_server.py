@@ -33,8 +33,10 @@ from staleflow.stores.trajectories.records import EMPTY_LEDGER, LedgerState, Ste
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
+    Fate,
     GroupId,
     PolicyVersion,
+    Trajectory,
     TrajectoryId,
     is_evaluation,
     outcome_key,
@@ -59,7 +61,7 @@ from staleflow.tasks.sources.evaluation_items import ItemSummary
 from staleflow.tasks.sources.prompts import HeldOutPrompt, Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
-from staleflow.tasks.training.microbatches import BatchMessage
+from staleflow.tasks.training.microbatches import BatchMessage, Row
 
 THREAD_SWITCH_S = 0.0005
 """Python's thread switch interval in this process, a tenth of the default: calls of instances are answered without
@@ -410,6 +412,32 @@ class TrajectoryServer:
         await self._async_spool.append(applied_entries)
         return rewards
 
+    async def teacher_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[server_messages.TeacherItem]:
+        """Return the scored responses without a teacher's logprobs, of trajectories that are still live and have
+        sampled tokens. Raises StoreError if one has no reward here: it was lost with a server whose spool could not be
+        written."""
+        live_trajectories = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
+        if missing_ids := [t.id for t in live_trajectories if t.id not in self._in_flight.scored]:
+            raise self._lost_with_server("rewards", f"a teacher needs responses {missing_ids[:3]}")
+        return [
+            server_messages.TeacherItem(t.id, Row.of(EndedTrajectory(trajectory=t, fate=Fate.CONSUMED)))
+            for t in live_trajectories
+            if _needs_teacher(t)
+        ]
+
+    async def record_teacher_logprobs(self, items: list[server_messages.TeacherLogprobs]) -> None:
+        """Record the logprobs of live trajectories that have their reward and no teacher's logprobs yet."""
+        entries = [
+            spool_entries.TeacherDelivered(
+                trajectory=item.trajectory,
+                tokens=len(item.logprobs),
+                logprobs=item.logprobs,
+                attempt=self._in_flight.attempt(item.trajectory),
+            )
+            for item in items
+        ]
+        await self._async_spool.append([entry for entry in entries if self._in_flight.apply(entry)])
+
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
     ) -> BatchMessage:
@@ -423,14 +451,16 @@ class TrajectoryServer:
         Raises:
             ConfigError: The scoring of too many of its responses failed (reward.max_error_share).
             ProtocolViolation: The trajectories are not whole groups.
-            StoreError: A trajectory has no reward. The driver has seen one, so it was lost with a server whose spool
-                could not be written.
+            StoreError: A trajectory has no reward, or no logprobs of the job's teacher. The driver knows of them, so
+                they were lost with a server whose spool could not be written.
         """
         applied_entries: list[spool_entries.Entry] = []
         if trajectories and step not in self._in_flight.batches:
             if missing_ids := [t for t in trajectories if t not in self._in_flight.scored]:
                 raise self._lost_with_server(f"step {step} needs trajectories", f"{missing_ids[:3]}")
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
+            if settings.has_teacher and (missing_ids := [t.id for t in members if _needs_teacher(t)]):
+                raise self._lost_with_server(f"step {step} needs a teacher's logprobs", f"of {missing_ids[:3]}")
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._in_flight.apply(entry)
@@ -524,3 +554,8 @@ class TrajectoryServer:
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses. Takes up to a microsecond a token, so not on the event loop."""
         return [self._prompts.text(r) for r in responses]
+
+
+def _needs_teacher(trajectory: Trajectory) -> bool:
+    """Whether a teacher has yet to compute logprobs of a trajectory's sampled tokens."""
+    return trajectory.teacher_logprobs is None and trajectory.num_sampled > 0

@@ -200,9 +200,10 @@ class Engine(Protocol):
         """Wait up to `timeout_s` for a request to end. Returns those that have ended since the last call."""
         ...
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Logprobs of tokens[1:], nats, each given all tokens before it, at temperature 1, under the current weights.
-        Delays running requests by at most one decode step."""
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+        """Logprobs of tokens[1:], nats, each given all tokens before it, under the current weights. Delays running
+        requests by at most one decode step. Called by several threads at once, and with a temperature other than 1 only
+        if the settings' `scores_at_any_temperature`."""
         ...
 
     def load_statistics(self) -> EngineLoad: ...

@@ -226,7 +226,7 @@ class EmulatedEngine:
             outputs, self._outputs = self._outputs, []
             return outputs
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
         with self._condition:
             self._check()
         return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())

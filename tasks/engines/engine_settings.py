@@ -81,6 +81,8 @@ class EngineSettings(RegistryEntry):
     """The optional package that it needs."""
     emulated: ClassVar[bool] = False
     """Whether responses are drawn at random and only their time passes; no model is involved."""
+    scores_at_any_temperature: ClassVar[bool] = False
+    """Whether it computes the logprobs of given tokens at other temperatures than 1."""
     draft_sources: ClassVar[tuple[str, ...]] = ()
     """The sources of drafts it can verify (rollout.engine.speculation.source)."""
 
@@ -94,17 +96,17 @@ class EngineSettings(RegistryEntry):
         """Seconds on the coordinator's clock per second of real time."""
         return 1.0
 
-    def check(self) -> None:
-        """Raise ConfigError if the settings contradict each other."""
+    def check(self, key: str = "rollout.engine") -> None:
+        """Raise ConfigError if the settings contradict each other. key: their table in the job file."""
         speculation = self.speculation
         if speculation.num_speculative_tokens and not self.draft_sources:
             raise ConfigError(
-                f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the "
+                f"{key}.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the "
                 f"{self.name} engine verifies no drafts; use 0"
             )
         if speculation.num_speculative_tokens and speculation.source not in self.draft_sources:
             raise ConfigError(
-                f"rollout.engine.speculation.source = {speculation.source!r} is not supported by the {self.name} "
+                f"{key}.speculation.source = {speculation.source!r} is not supported by the {self.name} "
                 f"engine; use {' or '.join(map(repr, self.draft_sources))}"
             )
 
@@ -145,14 +147,15 @@ class ModelSettings(EngineSettings):
 class TransformersSettings(ModelSettings):
     """Settings of the transformers engine, which has only the common ones."""
 
+    scores_at_any_temperature: ClassVar[bool] = True
     draft_sources: ClassVar[tuple[str, ...]] = ("responses",)
 
-    def check(self) -> None:
-        super().check()
+    def check(self, key: str = "rollout.engine") -> None:
+        super().check(key)
         min_pages, num_pages = min(MIN_NUM_PAGES, self.max_running), self.kv_tokens // self.page_tokens
         if num_pages < min_pages and self.page_tokens > SMALL_PAGE_TOKENS:
             raise ConfigError(
-                f"rollout.engine.page_tokens = {self.page_tokens}: rollout.engine.kv_tokens = {self.kv_tokens} has "
+                f"{key}.page_tokens = {self.page_tokens}: {key}.kv_tokens = {self.kv_tokens} has "
                 f"{num_pages} such pages, and each running response holds one at least; use "
                 f"{max(SMALL_PAGE_TOKENS, self.kv_tokens // min_pages)} or less"
             )
@@ -202,20 +205,20 @@ class VllmSettings(ModelSettings):
     }
     """Keys of `options` that a job may not set, and the reason."""
 
-    def check(self) -> None:
-        super().check()
+    def check(self, key: str = "rollout.engine") -> None:
+        super().check(key)
         if (
             self.speculation.num_speculative_tokens
             and self.speculation.source == "responses"
             and self.tensor_parallel > 1
         ):
             raise ConfigError(
-                "rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
+                f"{key}.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
                 "processes of its own otherwise; use 'suffix'"
             )
         for option in self.options:
             if reason := self.REFUSED_OPTIONS.get(option):
-                raise ConfigError(f"rollout.engine.options.{option}: {reason}; remove it")
+                raise ConfigError(f"{key}.options.{option}: {reason}; remove it")
 
 
 @ENGINES.register("emulated")

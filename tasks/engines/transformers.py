@@ -88,8 +88,8 @@ class TransformersEngine(EngineThread):
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
         return make_load_result(version, tensors, published, started_s, stalled_s)
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return self._call(lambda: self._compute_logprobs(tokens)).result()
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+        return self._call(lambda: self._compute_logprobs(tokens, temperature)).result()
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -232,11 +232,17 @@ class TransformersEngine(EngineThread):
             self._scheduler.change_weights(keep=self._settings.keep_cache)
         return time.monotonic() - started_s
 
-    def _compute_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def _compute_logprobs(self, tokens: Sequence[int], temperature: float) -> tuple[float, ...]:
         row, cache = BatchRow(), self._row_model.new_cache()
-        (logits,) = self._row_model.logits([(row, tokens[:-1])], [len(tokens) - 1], cache)
-        next_tokens = torch.tensor(tokens[1:], device=logits.device)[:, None]
-        return tuple(logits.float().log_softmax(-1).gather(1, next_tokens)[:, 0].tolist())
+        pass_tokens = self._settings.max_batch_tokens if self._row_model.cache.can_split_input else len(tokens)
+        logprobs = list[float]()
+        while row.length < len(tokens) - 1:
+            new_tokens = tokens[row.length : min(row.length + pass_tokens, len(tokens) - 1)]
+            (logits,) = self._row_model.logits([(row, new_tokens)], [len(new_tokens)], cache)
+            row.length += len(new_tokens)
+            targets = torch.tensor(tokens[len(logprobs) + 1 : row.length + 1], device=logits.device)[:, None]
+            logprobs += (logits.float() / temperature).log_softmax(-1).gather(1, targets)[:, 0].tolist()
+        return tuple(logprobs)
 
     def _make_drafter(self) -> Drafter | None:
         speculation = self._settings.speculation

@@ -85,7 +85,8 @@ class VllmEngine(EngineThread):
             stalled_s=stalled_s,
         )
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+        assert temperature == 1.0, "vLLM's logprobs of given tokens are those of the model's own distribution"
         future: Future[Any] = Future()
         self._call(lambda: self._add_probe(tokens, future))
         logprobs: tuple[float, ...] = future.result()

@@ -89,6 +89,7 @@ def _split_row(row: Row) -> list[tuple[Row, Positions]]:
             behaviour=row.behaviour[sampled_positions],
             sampled=trained[start:],
             lags=None if row.lags is None else row.lags[sampled_positions],
+            reference=None if row.reference is None else row.reference[sampled_positions],
             branches=(),
         )
         sequences.append((sequence, sampled_positions))

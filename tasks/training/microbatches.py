@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.context_branches import ContextBranch
-from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
+from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, Trajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training.microbatch_split import split_by_prompt, split_microbatches
 from staleflow.tasks.training.shared_prompts import equal_indices
@@ -47,6 +47,8 @@ class Row:
     branches: tuple[ContextBranch, ...] = ()
     """Points where the response continues an earlier context; a model computes a row with branches as several sequences
     (branch_sequences.py)."""
+    reference: npt.NDArray[np.float32] | None = None
+    """[T] logprobs under the reference model, nats, as a teacher computed them; None if none did."""
 
     def __post_init__(self) -> None:
         assert len(self.prompt), "the first token of a response is predicted from its prompt"
@@ -65,6 +67,7 @@ class Row:
             lags=_lags(row),
             group=row.trajectory.group,
             branches=row.trajectory.branches,
+            reference=row.trajectory.teacher_logprobs,
         )
 
     @property
@@ -91,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:
-    """Rows packed for transfer into eleven arrays, since each array of a message has overhead."""
+    """Rows packed for transfer into twelve arrays, since each array of a message has overhead."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
     response_tokens: npt.NDArray[np.int32]  # [sum of T]
@@ -105,6 +108,8 @@ class RowArrays:
     groups: npt.NDArray[np.int64]  # [N]
     branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     """[K, 3] row, start and parent_end of each branch, in order"""
+    reference: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[sum of T] NaN for rows without; empty if all are"""
 
     @classmethod
     def of(cls, batch: Sequence[EndedTrajectory]) -> RowArrays:
@@ -124,6 +129,7 @@ class RowArrays:
             branches=np.asarray(
                 [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
             ).reshape(-1, 3),
+            reference=_reference_array(trajectories),
         )
 
     def rows(self) -> list[Row]:
@@ -145,9 +151,25 @@ class RowArrays:
                 lags=self.lags[starts[i, 1] : ends[i, 1]],
                 group=int(self.groups[i]),
                 branches=tuple(branches.get(i, ())),
+                reference=self._reference(slice(starts[i, 1], ends[i, 1])),
             )
             for i in range(len(self.lengths))
         ]
+
+    def _reference(self, tokens: slice) -> npt.NDArray[np.float32] | None:
+        """The reference's logprobs of a row's response; None if it has none."""
+        values = self.reference[tokens]
+        return None if np.isnan(values).all() else values
+
+
+def _reference_array(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]:
+    """Logprobs under the reference as RowArrays has them."""
+    if all(t.teacher_logprobs is None for t in trajectories):
+        return np.zeros(0, np.float32)
+    return np.concatenate(
+        [np.full(t.num_tokens, np.nan, np.float32) if t.teacher_logprobs is None else t.teacher_logprobs
+         for t in trajectories]
+    )  # fmt: skip
 
 
 def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
@@ -169,8 +191,10 @@ def message_end(batch: Sequence[EndedTrajectory], start: int, max_bytes: int = M
     num_bytes, stop = 0, start
     while stop < len(batch):
         trajectory = batch[stop].trajectory
-        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 37 besides.
-        num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 37
+        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, 4 more with the
+        # reference's, a row 37 besides.
+        token_bytes = 11 if trajectory.teacher_logprobs is None else 15
+        num_bytes += 4 * len(trajectory.prompt_tokens) + token_bytes * trajectory.num_tokens + 37
         if num_bytes > max_bytes and stop > start:
             break
         stop += 1

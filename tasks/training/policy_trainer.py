@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import TensorStream, Weights
 from staleflow.tasks.engines import adapters
@@ -92,7 +92,8 @@ class PolicyTrainer:
             rank=rank.number,
             num_ranks=rank.count,
         )
-        self.reference = self._load_reference() if self.objective.needs_reference else None
+        holds_reference = self.objective.needs_reference and not settings.stored_reference
+        self.reference = self._load_reference() if holds_reference else None
         # What each LogprobModel tried on its model is not compiled, because it would take as long as a training step's,
         # and it switches the exclusion off.
         if training.compile:
@@ -341,10 +342,19 @@ class PolicyTrainer:
         return self.rank_group.all_gather(self.logprob_model.row_logprobs(rows, indices))
 
     def _reference_logprobs(self, rows: Sequence[Row]) -> LogprobsByRow | None:
-        """The logprobs under the reference model of all rows that have a gradient."""
-        if self.reference is None or not self.objective.needs_reference:
+        """The logprobs under the reference model of all rows that have a gradient. Raises StoreError if a row should
+        have them from a teacher and does not."""
+        if not self.objective.needs_reference:
             return None
         indices = [i for i, row in enumerate(rows) if self.objective.trains(row)]
+        if self.reference is None:
+            stored = {i: logprobs for i in indices if (logprobs := rows[i].reference) is not None}
+            if any(i not in stored and rows[i].num_sampled for i in indices):
+                raise StoreError(
+                    "a row has no logprobs of the reference, which a teacher computes; with teacher.instances = 0 the "
+                    "trainer itself does"
+                )
+            return stored
         is_reference = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if is_reference else nullcontext():
             return self.rank_group.all_gather(self.reference.row_logprobs(rows, indices))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
-    """A penalty on the distance to a reference model or a teacher, which the trainer holds in addition to its own
-    model."""
+    """A penalty on the distance to a reference model or a teacher. The trainer holds it in addition to its own model,
+    unless [teacher] has instances."""
 
     coefficient: float = knob(0.0, "weight of the penalty; 0: none, and no reference model", low=0)
     estimator: str = knob("k3", "estimate of the distance, token by token", choices=("k1", "k2", "k3"))
@@ -169,6 +169,8 @@ class PolicyTrainerSettings:
         collective_s: Seconds that a rank waits for the others in one operation.
         examples: Settings of training.sft; None without it.
         shares_device: Whether instances use the device between two uses by the trainer.
+        stored_reference: Whether rows have logprobs under the reference model, which a teacher computed, so that the
+            trainer does not hold that model.
     """
 
     model: str
@@ -182,3 +184,4 @@ class PolicyTrainerSettings:
     collective_s: float = COLLECTIVE_TIMEOUT_S
     examples: ExampleRowSettings | None = None
     shares_device: bool = False
+    stored_reference: bool = False

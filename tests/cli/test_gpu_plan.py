@@ -156,3 +156,13 @@ def test_a_job_without_a_model_or_json_output_gives_a_one_line_error(job: Path) 
         2, "staleflow: --gpus: the job names no model: set model.path to a folder; its config.json has the sizes",
     )  # fmt: skip
     assert "cannot be combined with --json" in error_line("config", "explain", job, "--gpus", "8xH100-80", "--json")
+
+
+def test_the_plan_has_the_teachers_memory_and_gpu(job: Path) -> None:
+    plan = ("config", "explain", job, "--gpus", "8xH100-80", "--set", "training.kl.coefficient=1")
+    assert "reference model" in command(*plan).stdout
+    end = command(*plan, "--set", "teacher.instances=2")
+    assert end.returncode == 0, end.stderr
+    assert "reference model" not in end.stdout
+    assert "      rank    instance     teacher\n" in end.stdout
+    assert "| t0 r0 T0 T1 .. .. .. .. |" in end.stdout

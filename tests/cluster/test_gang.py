@@ -23,8 +23,8 @@ from staleflow.pipeline.cluster.gang import (
 PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
 
 
-def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: int = 1) -> Needs:
-    return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks)
+def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: int = 1, teachers: int = 0) -> Needs:
+    return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks, teachers=teachers)
 
 
 def choose(
@@ -71,6 +71,20 @@ def test_a_worker_with_two_roles_is_left_to_the_role_without_another() -> None:
     assert (result["a"], result["b"]) == ("trainer", "rollout")
 
 
+def test_each_teacher_has_a_worker_of_its_own() -> None:
+    assert roles(choose(needs(teachers=2), PLAIN, "abcde")) == {
+        "a": "server driver reward", "b": "trainer", "c": "teacher", "d": "teacher", "e": "rollout",
+    }  # fmt: skip
+    assert choose(needs(teachers=2), PLAIN, "abcd") is None
+    declared = {"t": {"trainer": 1.0, "teacher": 1.0}, "q": {"teacher": 1.0}, "r": {"rollout": 1.0}}
+    light = {"s": {"server": 1.0, "reward": 1.0}}
+    assert roles(choose(needs(driver=False, teachers=1), declared | light, "tqrs")) == {
+        "s": "server reward", "t": "trainer", "q": "teacher", "r": "rollout",
+    }  # fmt: skip
+    expected = "5 worker processes (1 rollout instance, the trainer, 2 teachers, one for the light roles)"
+    assert str(needs(teachers=2)) == expected
+
+
 def test_messages_count_workers_by_role() -> None:
     assert str(needs()) == "3 worker processes (1 rollout instance, the trainer, one for the light roles)"
     assert str(needs(ranks=2)).startswith("4 worker processes (1 rollout instance, 2 ranks of the trainer, one for")
@@ -82,10 +96,11 @@ def test_messages_count_workers_by_role() -> None:
     st.lists(st.sets(st.sampled_from([DRIVER, "server", "reward", *EXCLUSIVE_ROLES])), max_size=6),
     st.integers(1, 3),
     st.integers(1, 2),
+    st.integers(0, 2),
     st.booleans(),
 )
 def test_workers_are_found_whenever_an_assignment_exists(
-    declared: list[set[str]], instances: int, ranks: int, driver: bool
+    declared: list[set[str]], instances: int, ranks: int, teachers: int, driver: bool
 ) -> None:
     """Compared with trying every assignment of workers to roles."""
     workers = {str(i): dict.fromkeys(roles, 1.0) for i, roles in enumerate(declared)}
@@ -93,21 +108,21 @@ def test_workers_are_found_whenever_an_assignment_exists(
     light = (*((DRIVER,) if driver else ()), "server", "reward")
 
     def possible() -> bool:
-        wanted = ["trainer"] * ranks + ["rollout"] * instances
-        for heavy in itertools.permutations(workers, instances + ranks):
+        wanted = ["trainer"] * ranks + ["rollout"] * instances + ["teacher"] * teachers
+        for heavy in itertools.permutations(workers, len(wanted)):
             fit = all(role in kinds[a] for a, role in zip(heavy, wanted, strict=True))
             rest = [kinds[a] for a in workers if a not in heavy]
             if fit and all(any(role in kind for kind in rest) for role in light):
                 return True
         return False
 
-    wanted = needs(instances, driver=driver, ranks=ranks)
+    wanted = needs(instances, driver=driver, ranks=ranks, teachers=teachers)
     gang = choose(wanted, workers, workers)
     assert (gang is not None) == possible() == is_large_enough(wanted, kinds)
     if gang is not None:
         values = [role for names in gang.values() for role in names]
-        assert {r: values.count(r) for r in (*light, "trainer", "rollout")} | {"reward": 1} == {
-            **dict.fromkeys(light, 1), "trainer": ranks, "rollout": instances,
+        assert {r: values.count(r) for r in (*light, *EXCLUSIVE_ROLES)} | {"reward": 1} == {
+            **dict.fromkeys(light, 1), "trainer": ranks, "rollout": instances, "teacher": teachers,
         }  # fmt: skip
         assert all(set(names) <= kinds[address] for address, names in gang.items())
         assert all(len(names) == 1 for names in gang.values() if set(names) & set(EXCLUSIVE_ROLES))

@@ -127,6 +127,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training={loss='dpo', kl={coefficient=0.1}}", "has its own beta; set training.kl.coefficient"),
         ("training.kl={coefficient=1, place='advantage'}", '"k3" would only push .* down; set estimator = "k1"'),
         ("training.advantage=none", "leaves nothing to train on; set training.kl.coefficient above 0"),
+        ("teacher.instances=1", "nothing is compared with a reference model; set training.kl.coefficient above 0, or"),
+        ('teacher.engine={name="vllm",options={seed=1}}', "teacher.engine.options.seed: has its own key; remove it"),
         ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
         ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
         (
@@ -186,6 +188,31 @@ def test_each_mistake_gives_a_one_line_error(tmp_path: Path, override: str, mess
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, GOOD, override)
     assert "\n" not in str(caught.value)
+
+
+TEACHER = ("teacher.instances=1", "training.kl.coefficient=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("teacher.engine.name=vllm", "rollout.temperature=0.7"),
+            "the vllm engine computes a teacher's logprobs at temperature 1 only; set it to 1, or teacher.engine.name",
+        ),
+        (("teacher.engine.name=emulated",), '"emulated" has no model; use "transformers" or "vllm"'),
+        (
+            ("teacher.engine.speculation.num_speculative_tokens=4",),
+            "teacher.engine.speculation: a teacher samples nothing; leave num_speculative_tokens at 0",
+        ),
+    ],
+)
+def test_a_teacher_whose_engine_cannot_compute_logprobs_is_rejected(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    assert load(tmp_path, GOOD, *TEACHER, "rollout.temperature=0.7").teachers == ("teacher-0",)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, GOOD, *TEACHER, *overrides)
 
 
 ADAPTER = "rollout.on_pull=adapter"

@@ -120,6 +120,7 @@ PACKAGES = (
                 (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_device_turns.py"),
             ),
             "reward_worker": ("tests/runtime/test_evaluation_results.py",),
+            "teacher": ("tests/tasks/test_teacher.py", "tests/runtime/test_teachers.py"),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_step_batches.py",),
             "draft_corpus": ("tests/tasks/test_draft_corpus.py",),

@@ -26,6 +26,7 @@ def roles_of(
     environments: int = 0,
     instance_gb: int = 0,
     rank_gb: int = 0,
+    teachers: int = 0,
 ) -> list[Role]:
     """The roles of one run."""
     trainer = [Role(name="trainer" if not n else f"trainer-{n}", kind=RoleKind.RANK, num_devices=1,
@@ -35,7 +36,8 @@ def roles_of(
         for n in range(instances)
     ]
     environment = [Role(name=f"env-{n}", kind=RoleKind.ENVIRONMENT) for n in range(environments)]
-    return [Role(name="server", kind=RoleKind.LIGHT), *trainer, *rollout, *environment]
+    teacher = [Role(name=f"teacher-{n}", kind=RoleKind.TEACHER, num_devices=1) for n in range(teachers)]
+    return [Role(name="server", kind=RoleKind.LIGHT), *trainer, *rollout, *teacher, *environment]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.pipeline.placement.devices import GB, Device, Host, Process, describe, parse_fleet
-from staleflow.pipeline.placement.placement import Assignment, Placement, Role, RoleKind, Shortage, place
+from staleflow.pipeline.placement.placement import (
+    Assignment,
+    Placement,
+    Role,
+    RoleKind,
+    Shortage,
+    place,
+    placement_text,
+)
 from staleflow.stores.errors import ConfigError
 from tests.placement import fleets
 from tests.placement.fleets import Fleet, roles_of
@@ -53,7 +61,7 @@ def with_processes(host: Host, count: int, sees: str) -> Host:
 
 
 @st.composite
-def random_roles(draw: st.DrawFn, most: int = 8) -> list[Role]:
+def random_roles(draw: st.DrawFn, most: int = 8, most_teachers: int = 0) -> list[Role]:
     return roles_of(
         instances=draw(st.integers(1, most)),
         tensor_parallel=draw(st.sampled_from([1, 2, 3, 4])),
@@ -61,6 +69,7 @@ def random_roles(draw: st.DrawFn, most: int = 8) -> list[Role]:
         environments=draw(st.integers(0, 3)),
         instance_gb=draw(st.sampled_from([0, 60, 120])),
         rank_gb=draw(st.sampled_from([0, 60, 120])),
+        teachers=draw(st.integers(0, most_teachers)),
     )
 
 
@@ -70,7 +79,10 @@ def random_fleets(draw: st.DrawFn) -> Fleet:
     uuids = [device.uuid for host in hosts for device in host.devices]
     taken = draw(st.sets(st.sampled_from(uuids), max_size=len(uuids) // 2)) if uuids else set()
     return Fleet(
-        hosts=hosts, roles=draw(random_roles()), taken=dict.fromkeys(taken, "job-b"), share=draw(st.booleans())
+        hosts=hosts,
+        roles=draw(random_roles(most_teachers=2)),
+        taken=dict.fromkeys(taken, "job-b"),
+        share=draw(st.booleans()),
     )
 
 
@@ -114,6 +126,8 @@ def test_with_turns_a_gpu_has_at_most_one_instance_and_one_rank(fleet: Fleet) ->
     memory_bytes = {device.uuid: device.memory_bytes for host in fleet.hosts for device in host.devices}
     on = Counter((uuid, role.kind) for role in fleet.roles for uuid in placed.assignments[role.name].devices)
     assert all(count == 1 for count in on.values())
+    taught = {uuid for uuid, kind in on if kind is RoleKind.TEACHER}
+    assert not taught & {uuid for uuid, kind in on if kind is not RoleKind.TEACHER}, "a teacher has its own GPU"
     assert not {uuid for uuid, _ in on} & set(fleet.taken)
     for role in fleet.roles:
         for uuid in placed.assignments[role.name].devices:
@@ -128,6 +142,22 @@ def test_with_turns_ranks_and_instances_share_gpus_where_possible() -> None:
     shortage = place(parse_fleet("4xH100-80"), roles_of(instances=5, ranks=2), turns=True)
     assert isinstance(shortage, Shortage)
     assert "needs 5 GPUs (2 for training, 5 for rollout, in turns); 4 of 4 are free" in shortage.line
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_teacher_has_its_own_gpu(turns: bool) -> None:
+    roles = roles_of(teachers=1)
+    placed = place(parse_fleet("4xH100-80"), roles, turns=turns)
+    assert isinstance(placed, Placement)
+    devices = {name: own.devices for name, own in placed.assignments.items()}
+    assert not set(devices["teacher-0"]) & {*devices["trainer"], *devices["rollout-0"]}
+    assert "T0" in placement_text(parse_fleet("4xH100-80"), placed.assignments)
+    shortage = place(parse_fleet("1xH100-80"), roles, turns=turns)
+    assert isinstance(shortage, Shortage)
+    total, in_turns = (2, ", in turns") if turns else (3, "")
+    assert shortage.line.startswith(
+        f"needs {total} GPUs (1 for training, 1 for rollout, 1 for teachers{in_turns}); 1 of 1 are free"
+    )
 
 
 def exists(hosts: Sequence[Host], roles: Sequence[Role]) -> bool:

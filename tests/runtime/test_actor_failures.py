@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
-from staleflow.pipeline.runtime.scoring import SCORE_BATCH
+from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.stores.auditing.weight_counts import WeightChecks
 from staleflow.stores.errors import ActorFailed, ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
@@ -394,7 +394,7 @@ def test_responses_are_scored_in_batches_by_all_workers(body: Body) -> None:
     run = body.checked_run(*overrides, world=World(length=lambda _: 9))
     batches = [(c.actor, c.args[1]) for c in run.workers.calls if c.method == "score"]
     assert {name for name, _ in batches} == {"reward-0", "reward-1"}
-    assert max(len(b) for _, b in batches) == SCORE_BATCH
+    assert max(len(b) for _, b in batches) == ScoreQueue.max_batch
     scored = [t for _, b in batches for t in b]
     assert len(scored) == len(set(scored))
 

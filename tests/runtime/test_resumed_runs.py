@@ -20,6 +20,7 @@ from staleflow.pipeline.runtime.instance_link import POLL_S
 from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+from tests.runtime.test_teachers import TAUGHT, check_taught
 from tests.support import virtual_time
 from tests.support.bodies import Body, Run, Script
 from tests.support.driver_runs import MOVES, until
@@ -43,6 +44,7 @@ SHAPES = {
         "simulation.failed_step_share=0.03",
     ),
     "moving": (*BASE, *MOVES),
+    "teacher": (*BASE, *TAUGHT),
     "sources": (
         *BASE,
         "batch.filtering=no_signal",
@@ -170,6 +172,25 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
         if t.id in before:
             assert list(t.versions)[: before[t.id].num_tokens] == list(before[t.id].versions)
     assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+
+
+def test_a_resumed_run_computes_logprobs_that_its_teacher_had_not(body: Body) -> None:
+    """Responses that have their reward, but no logprobs of the slow teacher, when everything is killed."""
+    world = World(teacher_s=2.0)
+
+    def untaught(run: Run) -> list[TrajectoryId]:
+        state = run.workers.actor("server")._in_flight
+        return [t for t in state.scored if t in state.live and state.live[t].teacher_logprobs is None]
+
+    first = body.run(
+        *BASE, *TAUGHT, world=world, meanwhile=kill_when(lambda run: bool(run.records) and len(untaught(run)) > 3)
+    )
+    before = untaught(first)
+    second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))
+    check_whole(second)
+    check_taught(second)
+    scored = {m.trajectory for group in resumed_event(second).groups for m in group.members if m.scored}
+    assert len(scored & set(before)) > 3
 
 
 def test_an_outage_of_the_bucket_during_the_resume_is_waited_out(body: Body) -> None:

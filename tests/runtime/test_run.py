@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from staleflow.cli.main import main
@@ -202,6 +203,29 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
     assert {s.instance for row in store.ended() for s in row.trajectory.segments} <= {"rollout-0", *engines}
+
+
+def test_a_killed_teacher_is_replaced_and_steps_are_verified_without_it(job: Path) -> None:
+    """The teacher is the student at version 0: its logprobs of tokens of that version are those that sampled them."""
+    kl = "training.kl={coefficient=1.0, estimator='k1', place='advantage'}"
+    overrides = ("task.eval_prompts=0", "steps=4", "training.advantage=none", kl, "teacher.instances=1")
+    driver = run_and_strike(job, overrides, "teacher-0", signal.SIGKILL)
+    (loss,) = driver.report.losses
+    assert "teacher-0 is gone" in loss
+    folder = job.parent / "runs" / "job"
+    consumed = [row.trajectory for row in check(folder, 4).ended() if row.fate is Fate.CONSUMED]
+    assert len(consumed) == 4 * 16
+    differences = {True: list[float](), False: list[float]()}
+    for t in consumed:
+        assert t.teacher_logprobs is not None
+        difference = np.abs(t.teacher_logprobs - t.logprobs)
+        for is_first in (True, False):
+            differences[is_first] += difference[t.sampled & ((t.versions == 0) == is_first)].tolist()
+    assert max(differences[True]) < 2e-5
+    assert max(differences[False]) > 1e-3, "later versions differ from the teacher"
+    verified = command("verify", folder, "--steps", "4")
+    assert verified.returncode == 0, verified.stderr
+    assert "4 of 4 steps repeated bit for bit" in verified.stdout
 
 
 def test_a_full_disk_stops_the_run_and_keeps_the_stored_steps(job: Path) -> None:

@@ -289,3 +289,18 @@ def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
     large = dataclasses.replace(job(64), engine=dataclasses.replace(job(64).engine, is_vllm=False))
     assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
     assert make_plan(shape("32B"), large, 48 * GB).changes is None
+
+
+def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds() -> None:
+    alone, large = job(8), shape("32B")
+    holding = dataclasses.replace(alone, training=dataclasses.replace(alone.training, reference=large))
+    parts = make_plan(shape("0.6B"), holding, 80 * GB).trainer
+    assert parts["reference model"] == 2 * large.parameters
+    assert "reference model" not in make_plan(shape("0.6B"), alone, 80 * GB).trainer
+    teacher = dataclasses.replace(alone.engine, tensor_parallel=2)
+    taught = dataclasses.replace(alone, teachers=2, teacher=teacher, teacher_model=large)
+    plan = make_plan(shape("0.6B"), taught, 80 * GB)
+    assert plan.teacher == engine_parts(large, teacher)
+    assert taught.needed_gpus == alone.needed_gpus + 4
+    assert plan.changes == {}, "it fits"
+    assert make_plan(shape("0.6B"), taught, 24 * GB).changes is None, "a teacher does not fit"

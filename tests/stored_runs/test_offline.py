@@ -445,14 +445,28 @@ def test_a_stored_run_is_trained_with_another_objective(
 
 
 @pytest.mark.slow  # a separate run
-def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: Path, tmp_path: Path) -> None:
-    """Groups of one, whose stored rewards do not affect training."""
+@pytest.mark.parametrize("teachers", [0, 1])
+def test_distillation_from_a_teacher_is_repeated_bit_for_bit(
+    stored: Path, job: Path, tmp_path: Path, teachers: int
+) -> None:
+    """Groups of one, whose stored rewards do not affect training. The teacher is in the trainer or an actor."""
     from tests.runtime.test_run import run
 
     (teacher,) = (stored / "checkpoints").iterdir()
     kl = f"training.kl={{coefficient=1.0, estimator='k1', place='advantage', reference='{teacher}'}}"
-    result = run(job, kl, "training.advantage=none", "batch.group_size=1", "batch.groups_per_step=8", "steps=3")
+    result = run(
+        job,
+        kl,
+        "training.advantage=none",
+        "batch.group_size=1",
+        "batch.groups_per_step=8",
+        "steps=3",
+        f"teacher.instances={teachers}",
+    )
     assert command("store", "audit", result.run_dir).returncode == 0
+    if teachers:
+        with pytest.raises(ConfigError, match=r"stored those of .*set teacher\.instances=0"):
+            training.make_plan(result.run_dir, tmp_path / "other", ("training.kl.reference=elsewhere",), "main", "", 1)
     plan = training.make_plan(result.run_dir, tmp_path / "again", ("task.eval_prompts=0",), "main", "", 1)
     assert training.train(plan, lambda event: None).same_steps == 3
     history = json.loads((tmp_path / "again" / "offline.json").read_text())["metrics"]

@@ -126,6 +126,7 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
     numbers = zip(*(table[name].tolist() for name in names), strict=True)
     root = store._read_root()
     tokens = [(root[f"tokens/{name}"][:]).tolist() for name in ("versions", "logprobs", "mask")]
+    teacher = root["tokens/teacher"][:].tolist() if "tokens/teacher" in root else [math.nan] * len(tokens[0])
     for i, (row, (offset, prompt, response, trained)) in enumerate(zip(rows, numbers, strict=True)):
         yield from _bound(store.header, row)
         where = f"trajectory {row.trajectory.id}"
@@ -133,6 +134,7 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
         if min(offset, prompt, response) >= 0:
             versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
+            faults += _teacher_faults(versions, teacher[offset : offset + prompt + response])
         versions_of_row = [int(table[name][i]) for name in ("v_min", "v_max", "staleness")]
         for message in (*faults, *_turn_faults(row.trajectory, turns[i]), *_version_faults(row, versions_of_row)):
             yield Finding(check="arrays", location=where, message=message)
@@ -150,6 +152,17 @@ def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float,
         counts["tokens have a loss mask, and carry no gradient"] += mask > learnt
         counts["tokens that carry gradient have no loss mask"] += mask < learnt
     yield from (f"{count} {message}" for message, count in counts.items() if count)
+
+
+def _teacher_faults(versions: list[int], teacher: list[float]) -> Iterable[str]:
+    """Check that a teacher has computed a finite logprob for each sampled token of a row, or for none."""
+    num_given = sum(version == -1 and not math.isnan(value) for version, value in zip(versions, teacher, strict=True))
+    if num_given:
+        yield f"{num_given} tokens that were not sampled have a teacher's logprob"
+    num_missing = sum(v != -1 and not math.isfinite(value) for v, value in zip(versions, teacher, strict=True))
+    if num_missing and not all(map(math.isnan, teacher)):
+        others = "which has computed others of the row"
+        yield f"{num_missing} sampled tokens have no finite logprob of the teacher, {others}"
 
 
 def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:

@@ -68,6 +68,13 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
     return EndedTrajectory(trajectory=trajectory, fate=fate, reason=reason, step=step, **(values | changes))
 
 
+def with_teacher(row: EndedTrajectory) -> EndedTrajectory:
+    """A row with logprobs of a teacher."""
+    t = row.trajectory
+    logprobs = np.where(t.sampled, t.logprobs - np.float32(0.5), np.float32(0))
+    return replace(row, trajectory=replace(t, teacher_logprobs=logprobs))
+
+
 def verified(instance: str, version: int, fingerprint: str) -> WeightCheck:
     """Return the weight check of an instance with the published weights."""
     return WeightCheck(
@@ -102,6 +109,10 @@ def assert_same(a: EndedTrajectory, b: EndedTrajectory) -> None:
     for name in ("prompt_tokens", "response_tokens", "logprobs", "versions"):
         np.testing.assert_array_equal(getattr(s, name), getattr(t, name))
         assert getattr(s, name).dtype == getattr(t, name).dtype
+    assert (s.teacher_logprobs is None) == (t.teacher_logprobs is None)
+    if s.teacher_logprobs is not None and t.teacher_logprobs is not None:
+        np.testing.assert_array_equal(s.teacher_logprobs, t.teacher_logprobs)
+        assert s.teacher_logprobs.dtype == t.teacher_logprobs.dtype
     assert list(map(span_fields, s.spans)) == list(map(span_fields, t.spans))
     assert [x.tolist() for x in s.turns] == [x.tolist() for x in t.turns]
 
@@ -132,6 +143,20 @@ class TrajectoryStoreTests:
         assert list(store.ended()) == []
         assert store.commits() == []
         assert store.get(TrajectoryId(0)) is None
+
+    def test_teachers_logprobs_are_read_back_where_there_are_any(self, store: TrajectoryStore, rng: Any) -> None:
+        """Also beside rows without, and in commits before and after those that have some."""
+        kept: list[EndedTrajectory] = []
+        for step in range(4):
+            batch = [ended(rng, 4 * step + i, step) for i in range(4)]
+            batch = [with_teacher(row) if step in (1, 2) and i != 1 else row for i, row in enumerate(batch)]
+            kept += batch
+            store.commit(record(step), batch)
+        for a, b in zip(kept, store.ended(), strict=True):
+            assert_same(a, b)
+        read = store.get(kept[6].trajectory.id)
+        assert read is not None
+        assert_same(kept[6], read)
 
     def test_committed_rows_are_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
         kept: list[EndedTrajectory] = []

@@ -54,7 +54,7 @@ from staleflow.stores.trajectory import (
     outcome_key,
 )
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
-from tests.stores.store_conformance import ended, segment, verified
+from tests.stores.store_conformance import ended, segment, verified, with_teacher
 from tests.stores.store_conformance import record as sound_record
 
 MODULES: tuple[ModuleType, ...] = (
@@ -235,6 +235,11 @@ def sampled_under(number: int, version: int, instance: str = "") -> Rows:
     return change
 
 
+def taught_rows(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
+    """Give all rows a teacher's logprobs."""
+    return list(map(with_teacher, rows))
+
+
 def lose_row(number: int) -> Rows:
     return lambda step, rows: [r for r in rows if r.trajectory.id != number]
 
@@ -390,6 +395,16 @@ FAULTS = (
         name="logprob_not_finite", check="arrays", where="trajectory 0",
         message="1 sampled tokens have a logprob that is not finite",
         edit=set_token("logprobs", 0, lambda prompt: prompt, -np.inf), alone=False,
+    ),
+    Fault(
+        name="prompt_has_teacher_logprob", check="arrays", where="trajectory 0", rows=taught_rows,
+        message="1 tokens that were not sampled have a teacher's logprob",
+        edit=set_token("teacher", 0, lambda prompt: 0, -1.0),
+    ),
+    Fault(
+        name="teacher_logprob_not_finite", check="arrays", where="trajectory 0", rows=taught_rows,
+        message="1 sampled tokens have no finite logprob of the teacher, which has computed others of the row",
+        edit=set_token("teacher", 0, lambda prompt: prompt, np.nan), alone=False,
     ),
     Fault(
         name="masked_without_gradient", check="arrays", where="trajectory 1",

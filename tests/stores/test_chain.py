@@ -24,7 +24,7 @@ from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import chain_hash
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
-from tests.stores.store_conformance import HEADER, ended, record
+from tests.stores.store_conformance import HEADER, ended, record, with_teacher
 from tests.support.examples import num_examples
 
 ROWS = 5
@@ -36,6 +36,8 @@ def make(path: Path, num_steps: int = 3) -> VersionedStore:
     store = VersionedStore.create(path, HEADER)
     for step in range(num_steps):
         rows = [ended(rng, ROWS * step + i, step) for i in range(ROWS - 1)]
+        if step == 1:  # the array is made in this commit, and others have nothing in it
+            rows = list(map(with_teacher, rows))
         store.commit(record(step), [*rows, ended(rng, ROWS * step + ROWS - 1, step, Fate.ABORTED)])
     return store
 
@@ -220,7 +222,7 @@ def without_entries(root: Any, steps: Container[int]) -> str:
 
 
 FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
-    **{f"tokens/{name}": partial(in_tokens, name=name) for name in layout.TOKEN_ARRAYS},
+    **{f"tokens/{name}": partial(in_tokens, name=name) for name in (*layout.TOKEN_ARRAYS, layout.TEACHER)},
     **{c.array_name: partial(in_column, name=c.array_name) for c in COLUMNS},
     "text": in_text,
     "records": in_records,

@@ -20,6 +20,7 @@ from staleflow.tasks.training.batches import batch_metrics
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.step_metrics import LogprobMismatch
+from tests.runtime.test_teachers import TAUGHT
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
 from tests.tasks.branching import branching_row
@@ -98,7 +99,7 @@ def test_metric_names_are_unique_and_charts_have_one_unit() -> None:
 def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
     """Metrics of server, trainer and driver in a run over in-process actors, and those of the policy trainer, which
     also compares logprobs."""
-    run = Body(tmp_path / "runs").run()
+    run = Body(tmp_path / "runs").run(*TAUGHT)
     recorded = {name for record in run.records for name in record.metrics}
     shown = {name for step in run.outcomes.steps for name in step}
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
@@ -107,7 +108,7 @@ def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
     ).metrics
     asyncio.run(trainer.close())
-    compared = {*LogprobMismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference"}
+    compared = {*LogprobMismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference", "sft_loss", "sft_tokens"}
     assert recorded | reported.keys() | compared == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
     assert shown - recorded == metrics.DERIVED_METRICS | {"step"}
 

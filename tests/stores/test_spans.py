@@ -113,6 +113,18 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "given tokens, 1.75 s; stored are 2 turns",
     ),
     "no numbers of turns": (lambda root: root.__delitem__("rows/turns"), "stored are 0 turns"),
+    "a given token with a teacher's logprob": (
+        lambda root: set_token(root, "teacher", sampled=False, value=-1.0),
+        "1 tokens that were not sampled have a teacher's logprob",
+    ),
+    "a sampled token without the teacher's logprob": (
+        lambda root: set_token(root, "teacher", sampled=True, value=np.nan),
+        "1 sampled tokens have no finite logprob of the teacher",
+    ),
+    "an infinite logprob of the teacher": (
+        lambda root: set_token(root, "teacher", sampled=True, value=-np.inf),
+        "1 sampled tokens have no finite logprob of the teacher",
+    ),
     "a prompt's token with a version": (
         lambda root: root["tokens/versions"].__setitem__(int(root["rows/offset"][MANY_TURNS]), 1),
         "1 tokens of the prompt have a version",
@@ -267,3 +279,14 @@ def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path:
     rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refusals=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
     assert [finding.location for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]
+
+
+def test_another_logprob_of_the_teacher_is_not_what_the_trainer_received(tmp_path: Path) -> None:
+    valid_store(tmp_path / "s")
+    edit(tmp_path / "s", lambda root: set_token(root, "teacher", sampled=True, value=-1.25))
+    store = VersionedStore.open(tmp_path / "s")
+    findings = audit(store).findings
+    assert [(f.check, f.message) for f in findings] == [
+        ("fingerprints", "the stored batch is not the one the trainer received")
+    ]
+    assert plain_audit(store).findings == findings

@@ -25,6 +25,7 @@ from staleflow.stores.in_flight.spool_entries import (
     InFlightResumed,
     ObservationDelivered,
     RewardDelivered,
+    TeacherDelivered,
     TokensDelivered,
     TrajectoriesDiscarded,
     TrajectoriesRouted,
@@ -96,6 +97,13 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         error=st.text(max_size=9),
         at_s=SECONDS,
     ),
+    st.builds(
+        TeacherDelivered,
+        trajectory=IDS,
+        tokens=SMALL,
+        logprobs=st.lists(st.floats(-50, 0, width=32), max_size=5).map(lambda x: np.asarray(x, np.float32)),
+        attempt=SMALL,
+    ),
     st.lists(st.tuples(IDS, VERSIONS), max_size=4).flatmap(
         lambda pairs: st.builds(
             BatchTaken,
@@ -140,6 +148,9 @@ def test_entries_round_trip(entry: Entry) -> None:
     if isinstance(decoded, ObservationDelivered) and isinstance(entry, ObservationDelivered):
         assert (decoded.role, decoded.start, decoded.seconds) == (entry.role, entry.start, entry.seconds)
         np.testing.assert_array_equal(decoded.tokens, entry.tokens)
+    if isinstance(decoded, TeacherDelivered) and isinstance(entry, TeacherDelivered):
+        np.testing.assert_array_equal(decoded.logprobs, entry.logprobs)
+        assert decoded.logprobs.dtype == np.float32
 
 
 def test_a_reward_that_is_a_numpy_number_is_spooled_as_a_number() -> None:

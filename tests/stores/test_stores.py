@@ -40,7 +40,7 @@ from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, Fate, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
-from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record, verified
+from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record, verified, with_teacher
 from tests.support.memory_store import MemoryStore, TrajectoryStore
 
 
@@ -302,6 +302,7 @@ def _valid_store(num_steps: int) -> Path:
     store = VersionedStore.create(folder, header)
     for step in range(num_steps):
         batch = [ended(rng, 4 * step + i, step) for i in range(4)]
+        batch = [with_teacher(row) if row.trajectory.id % 4 == 3 else row for row in batch]
         store.commit(
             StepRecord(
                 kind="step",

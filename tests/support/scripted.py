@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
@@ -34,6 +35,7 @@ from staleflow.tasks.actors.parameter_server import MAX_WAIT_S, FetchProgress, P
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.teacher import Teacher
 from staleflow.tasks.actors.trainer import PublishedStep, Trainer
 from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
@@ -41,7 +43,7 @@ from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.microbatches import BatchMessage
+from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.rank import Rank, rank_name
 from tests.support.memory_store import MemoryStore
 
@@ -75,6 +77,8 @@ class World:
     outage: tuple[float, float] = (0.0, 0.0)
     """Start and end of the outage of the store's bucket, on the clock of the loop."""
     reward_s: float = 0.02
+    teacher_s: float = 0.05
+    """Seconds that a teacher computes on a response."""
     prune_s: float = 0.0
     """Seconds until a host starts to remove old versions."""
     stores: dict[str, MemoryStore] = field(default_factory=dict)
@@ -143,6 +147,7 @@ class World:
             TrajectoryServer: lambda host, *args: server_class(self)(*args),
             RolloutInstance: lambda host, settings, *args: VirtualRolloutInstance(VirtualSettings(self), *args),
             RewardWorker: lambda host, *args: VirtualRewardWorker(self, *args),
+            Teacher: lambda host, *args: VirtualTeacher(self, *args),
             EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
             TrainerRank: lambda host, *args: PlayedTrainerRank(self, host, *args),
@@ -303,7 +308,7 @@ class VirtualEngine:
         await asyncio.sleep(self._world.switch_s)
         self._world.awake.discard(self._instance)
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
         assert self._instance in self._world.awake
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
         return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
@@ -433,6 +438,30 @@ class VirtualRewardWorker(RewardWorker):
         await asyncio.sleep(self._world.reward_s * len(items))
         texts_errors = [(text, self._world.reward_error(text)) for text, _ in items]
         return [ScoredResponse(reward=0.0 if e else self._world.reward(text), error=e) for text, e in texts_errors]
+
+
+# -- the teacher: the real one, its engine played --------------------------------------------------------------
+
+
+def teacher_logprobs(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """[T] the logprobs of a played teacher, which depend on the token only."""
+    return (-1.0 - np.asarray(tokens, np.float32) % 7 / 8).astype(np.float32)
+
+
+class VirtualTeacher(Teacher):
+    """The real teacher except for its engine."""
+
+    def __init__(
+        self, world: World, settings: Any, name: str, threads: int, temperature: float, call_s: float, policy: str = ""
+    ) -> None:
+        self._world, self._call_s = world, call_s
+
+    async def _response_logprobs(self, rows: list[Row]) -> list[npt.NDArray[np.float32]]:
+        await asyncio.sleep(self._world.teacher_s * len(rows))
+        return [np.where(row.sampled, teacher_logprobs(row.response.tolist()), np.float32(0)) for row in rows]
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 # -- the trainer and the parameter server, played ----------------------------------------------------------------

@@ -99,8 +99,8 @@ class WatchedEngine:
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return self.engine.logprobs(tokens)
+    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+        return self.engine.logprobs(tokens, temperature)
 
     def load_statistics(self) -> EngineLoad:
         return self.engine.load_statistics()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from staleflow.pipeline.config import actor_settings
@@ -31,7 +32,13 @@ from staleflow.stores.trajectory import (
     is_evaluation,
 )
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
-from staleflow.tasks.actors.server_messages import ObservationItem, ObservationReceipt, RewardItem, TurnItem
+from staleflow.tasks.actors.server_messages import (
+    ObservationItem,
+    ObservationReceipt,
+    RewardItem,
+    TeacherLogprobs,
+    TurnItem,
+)
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import SampledTokens
@@ -163,6 +170,10 @@ WRITES: dict[str, tuple[Step, Step]] = {
         lambda scene: scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
     ),
     "batch": (lambda scene: scene.reward(ZERO, ONE), lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0)),
+    "record_teacher_logprobs": (
+        lambda scene: scene.reward(ZERO),
+        lambda scene: scene.server.record_teacher_logprobs([TeacherLogprobs(ZERO, np.full(9, -2.0, np.float32))]),
+    ),
     "discard": (zero_sampled, lambda scene: scene.server.discard((ENDING,), (V0,))),
     "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
@@ -190,6 +201,7 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "newest_turns": (
         lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]), lambda turns: len(turns[0].tokens) == 9
     ),
+    "teacher_items": (lambda scene: scene.server.teacher_items((TrajectoryId(99),)), lambda items: items == []),
     "scoring_items": (lambda scene: scene.server.scoring_items((ZERO,), (9,)), lambda items: items[0].num_tokens == 9),
 }  # fmt: skip
 """Methods that change nothing in flight, and a check of their result while ZERO is sampled."""
