@@ -301,11 +301,11 @@ async def test_a_new_store_ignores_the_spool_of_another_store(tmp_path: Path) ->
 
 
 async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
-    scene = await ServerScene.create(in_memory(), tmp_path)
+    first, second = [await ServerScene.create(in_memory(), tmp_path / name) for name in ("first", "second")]
     created_s = time.monotonic()
-    await scene.server.set_clock(5000.0)
-    later = scene.made(replace(scene.settings, resumed=True), 7000.0)
-    for server, begin_s in ((scene.server, 5000.0), (later, 7000.0)):
+    await first.server.set_clock(5000.0)
+    resumed = second.made(replace(second.settings, resumed=True), 7000.0)
+    for server, begin_s in ((first.server, 5000.0), (resumed, 7000.0)):
         await server.requests((route_item(ZERO),))
         elapsed_s = server._in_flight.live[ZERO].timings.routed_s - begin_s
         assert 0 <= elapsed_s <= time.monotonic() - created_s
