@@ -64,6 +64,8 @@ class ActorClient:
         self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         """By role, futures that get ActorLost when it is lost, to abort its pending calls."""
         self.instances: dict[InstanceId, InstanceHandle] = {}
+        self._former_instances: list[InstanceHandle] = []
+        """Instances that were lost or retired."""
         self.loss_messages: list[str] = []
 
     @property
@@ -77,6 +79,15 @@ class ActorClient:
         being placed, which has a deadline."""
         roles = {"rollout", "reward", *(["teacher"] if self._config.teachers else [])}
         return not roles <= {actor.role for actor in self._workers.placed.values()}
+
+    @property
+    def all_instances(self) -> list[InstanceHandle]:
+        """The rollout instances, with those that were lost or retired, whose work counts too."""
+        return [*self._former_instances, *self.instances.values()]
+
+    def _remove_instance(self, id: InstanceId) -> None:
+        if (instance := self.instances.pop(id, None)) is not None:
+            self._former_instances.append(instance)
 
     def actor(self, name: str) -> Any:
         """The actor `name`, for use as an argument of calls to other actors. Raises ActorLost if it is not placed."""
@@ -179,7 +190,7 @@ class ActorClient:
         recent_times = [loss_s for loss_s in self._loss_times[base_name] if now - loss_s < REPLACEMENT_WINDOW_S]
         self.loss_messages.append(f"{now:.1f} s: {loss_error}")
         logger.warning("%s; replacing it", loss_error)
-        self.instances.pop(InstanceId(name), None)
+        self._remove_instance(InstanceId(name))
         self._device_turns.mark_asleep(name)
         for member in trainer_group.list_members(name, self._workers.placed):
             self._workers.mark_lost(member)

@@ -46,7 +46,7 @@ class Measurements:
         self.start()
 
     def start(self) -> None:
-        """Start the run's clock. Starting actors, and evaluating before the run, do not count."""
+        """Start the run's clock. Starting actors does not count."""
         self._idle_started_s = now_s()
         self._clock.start(self._earlier_s)
         self._counted_until_s = self._earlier_s
@@ -84,12 +84,21 @@ class Measurements:
         """Record that a training step was started."""
         self._training_started_s = now_s()
 
-    def finish_training(self, metrics: dict[str, float], instances: Collection[InstanceHandle]) -> None:
-        """Add the driver's measurements to the metrics of a finished training step."""
+    def finish_training(
+        self, metrics: dict[str, float], instances: Collection[InstanceHandle], kept_tokens: int
+    ) -> None:
+        """Add the driver's measurements to the metrics of a finished training step.
+
+        Args:
+            metrics: Metrics of the step, which are extended.
+            instances: All instances of the run, with those that were lost or retired.
+            kept_tokens: KV tokens that engines have cached for later turns.
+        """
         now = now_s()
         metrics.update(
             **self._mean_staleness(),
             **self._engine_counts(instances),
+            kept_tokens=float(kept_tokens),
             wait_s=self._training_started_s - self._idle_started_s,
             overhead_s=now - self._training_started_s - metrics["train_s"] - metrics["publish_s"],
             elapsed_s=self._clock.elapsed_s,
@@ -108,8 +117,13 @@ class Measurements:
     def seconds_by_activity(
         self, steps: Sequence[Mapping[str, float]], instances: Collection[InstanceHandle]
     ) -> dict[str, float]:
-        """Seconds by activity; for instances the mean. steps: metrics of all training steps."""
-        count = max(1, len(instances))
+        """Seconds by activity; for instances the mean, in which an instance and its replacements count as one.
+
+        Args:
+            steps: Metrics of all training steps.
+            instances: All instances of the run, with those that were lost or retired.
+        """
+        count = max(1, len({instance.index for instance in instances}))
         return {
             "wall_s": self._clock.elapsed_s,
             "train_s": sum(step["train_s"] for step in steps),
@@ -139,15 +153,14 @@ class Measurements:
         return diagnose(sum_steady_steps(self._tracker.finished_steps, self._sizes.eta), sizes), fit
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
-        """Engine counts since the end of the last step, summed over instances, and the number of cached tokens."""
+        """Engine counts since the end of the last step, summed over instances."""
         previous_counts, self._token_counts = self._token_counts, {i.id: i.counts for i in instances}
-        new_counts = {
+        return {
             name: float(
                 sum(counts[name] - previous_counts.get(i, {}).get(name, 0) for i, counts in self._token_counts.items())
             )
             for name in TOKEN_COUNTS
         }
-        return new_counts | {"kept_tokens": float(sum(i.kept_tokens for i in instances))}
 
     def _mean_staleness(self) -> dict[str, float]:
         """Mean staleness in flight and in queue over the ticks since the end of the last step."""
