@@ -222,7 +222,9 @@ class DeadlineConfig:
     sample_s: float = knob(
         120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
     )
-    train_s: float = knob(3600.0, "seconds for one training step", above=0)
+    train_s: float = knob(
+        3600.0, "seconds for one training step, with the checkpoint that the trainer may still be writing", above=0
+    )
     silent_s: float = knob(
         180.0,
         "seconds in which the process of the trainer or the trajectory server answers nothing, at work or not; after "

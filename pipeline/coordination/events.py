@@ -189,8 +189,8 @@ class InstanceSlept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPublished:
-    """Training step `version` - 1 has finished: its weights can be fetched and its batch is committed. In the layout
-    "turns" the trainer has freed its GPUs."""
+    """Training step `version` - 1 has finished: its weights can be fetched, and the commit of its batch is queued. In
+    the layout "turns" the trainer has freed its GPUs."""
 
     version: PolicyVersion
 

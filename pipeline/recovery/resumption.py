@@ -33,7 +33,7 @@ class Resumption:
         version: The version from which training continues.
         steps: Metrics of the earlier steps.
         elapsed_s: Seconds that the run took up to this point.
-        earlier_starts: Number of earlier starts with recorded events.
+        earlier_starts: Number of earlier starts with a journal, which may be empty.
         drift_limit: Metric probe_limit of the last step; 0 if none is stored.
     """
 

@@ -3,7 +3,8 @@ trajectory server from its store and spool.
 
 Invariants:
 - While a role is being restored, no other calls are sent to it, not even to a placed actor, because its state is not
-  complete yet. Only `server_answers` calls it, which changes and reads no state.
+  complete yet. Only calls that change and read no state are sent to it, such as `server_answers`, and those of actors
+  that got it as an argument once it was placed.
 - A role is restored once for each loss, even if several calls notice it: they wait for the same restoration, and are
   repeated then. So all calls to the trajectory server may be repeated.
 - A restored trajectory server has all data that the lost one acknowledged (stores/in_flight/spool.py).
@@ -96,13 +97,16 @@ class RoleRecovery:
         """Ping actors that nobody calls, until cancelled, to detect their loss: engines may wait for weights that were
         lost with one. A busy process answers, since its work runs in threads beside its event loop; a stopped one does
         not."""
+        await gather_or_cancel(
+            self._ping("trainer", "version"),
+            *(self._ping(rank, "ping") for rank in self._ranks),
+            self._ping("server", "held_out_notice"),
+        )
+
+    async def _ping(self, name: str, method: str) -> None:
         while True:
             await asyncio.sleep(PING_S)
-            await gather_or_cancel(
-                self._actors.ask("trainer", "version", deadline="silent_s"),
-                *(self._actors.ask(rank, "ping", deadline="silent_s") for rank in self._ranks),
-                self._actors.ask("server", "held_out_notice", deadline="silent_s"),
-            )
+            await self._actors.ask(name, method, deadline="silent_s")
 
     async def stop(self) -> None:
         """Stop restoring lost actors."""

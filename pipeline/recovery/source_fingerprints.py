@@ -215,7 +215,10 @@ def _code_hash(reference: str) -> str:
 def _chat_template(model: str) -> str:
     from transformers import AutoTokenizer
 
-    return _hash_bytes(str(AutoTokenizer.from_pretrained(model).chat_template).encode())
+    try:
+        return _hash_bytes(str(AutoTokenizer.from_pretrained(model).chat_template).encode())
+    except (OSError, ValueError):
+        return ""
 
 
 def _package_version(package: str) -> str:

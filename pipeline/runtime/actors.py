@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -325,7 +326,7 @@ class Actors(WeightPublisher):
 
     async def retire(self, instance: InstanceHandle) -> None:
         """Close an idle instance, and let its worker leave the cluster. This is not a loss. Never raises."""
-        self.instances.pop(instance.id, None)
+        self._remove_instance(instance.id)
         self._retired_indices.append(instance.index)
         with contextlib.suppress(Exception):
             await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
@@ -337,6 +338,10 @@ class Actors(WeightPublisher):
         """Close all actors, engines first because they may still read data of the others. Never raises."""
         await self.recovery.stop()
         order = {"rollout": 0, "teacher": 0, "trainer": 1, "reward": 2}
-        for actor in sorted(self._workers.placed.values(), key=lambda actor: order.get(actor.role, 3)):
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await self.ask(actor.name, "close", within_s=CLOSE_S)
+        by_order = defaultdict(list)
+        for actor in self._workers.placed.values():
+            by_order[order.get(actor.role, 3)].append(actor.name)
+        for _, names in sorted(by_order.items()):
+            with contextlib.suppress(asyncio.CancelledError):
+                calls = [self.ask(name, "close", within_s=CLOSE_S) for name in names]
+                await asyncio.gather(*calls, return_exceptions=True)

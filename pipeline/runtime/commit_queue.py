@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination.commands import Discard
+from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
@@ -99,19 +100,20 @@ class CommitQueue:
 
     async def _report_slow(self, record: StepRecord) -> None:
         """Report a slow commit every deadlines.call_s, and at once when the store's bucket fails or recovers."""
-        call_s, elapsed_s, reported_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
+        call_s, outage, started_s = self._deadlines.call_s, "", now_s()
+        reported_s = started_s
         commit_name = f"step {record.step}" if record.kind == "step" else COMMIT_NAMES[record.kind]
         while True:
-            await asyncio.sleep(min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s)))
-            elapsed_s += min(OUTAGE_POLL_S, call_s - (elapsed_s - reported_s))
+            remaining_s = reported_s + call_s - now_s()
+            await asyncio.sleep(min(OUTAGE_POLL_S, remaining_s))
             previous_outage, outage = outage, await self._outage()
-            if elapsed_s - reported_s < call_s and bool(outage) == bool(previous_outage):
+            if remaining_s > OUTAGE_POLL_S and bool(outage) == bool(previous_outage):
                 continue
-            reported_s = elapsed_s
+            reported_s = now_s()
             consequence = f"sampling continues within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
             retry = f": {outage}; it is tried again" if outage else ""
             self._report(
-                f"committing {commit_name} for {elapsed_s:g} s{retry} (deadlines.commit_s allows "
+                f"committing {commit_name} for {reported_s - started_s:.0f} s{retry} (deadlines.commit_s allows "
                 f"{self._deadlines.commit_s:g}); {consequence}"
             )
 

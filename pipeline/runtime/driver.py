@@ -370,7 +370,9 @@ class Driver:
         waited_s = await self._teacher_queue.wait_for(command.trajectories)
         published = await self._actors.train(command.step, command.trajectories, command.versions)
         published.metrics.update({"teacher_wait_s": waited_s} if self._config.teachers else {})
-        self._measurements.finish_training(published.metrics, self._actors.instances.values())
+        self._measurements.finish_training(
+            published.metrics, self._actors.all_instances, sum(self.kept_tokens().values())
+        )
         self._inbox.put_nowait(published)
 
     def _record_step(self, published: PublishedStep) -> events.Event:
@@ -390,12 +392,12 @@ class Driver:
             self._note(f"there is no checkpoint of version {version}: its weights were lost with the trainer")
 
     def _commit_refusal(self) -> None:
-        """Queue a commit of an instance's refused weights at once, since the run may end before the next step."""
+        """Queue a commit of an instance's refused weights, since the run may end before the next step. A refusal at the
+        run's start is not stored: it ends the run."""
         self._commit_queue.put(self._step_records.make_record("refusal"))
 
     def _on_commit(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Report a committed step to the listener. metrics: metrics of its batch from the
-        trajectory server."""
+        """Report a committed step to the listener. metrics: metrics of its batch from the trajectory server."""
         if record.kind == "step":
             step_metrics = {"step": float(record.step), **record.metrics, **metrics}
             step = with_rate(step_metrics, next(reversed(self.report.steps), None))
@@ -467,7 +469,7 @@ class Driver:
         self.report.diagnosis, self.report.fit = self._measurements.diagnosis_and_fit()
 
     def _measure_phases(self) -> None:
-        self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.instances.values())
+        self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.all_instances)
 
     def _begin_phase(self, phase: str) -> None:
         self._listener.on_phase(phase)

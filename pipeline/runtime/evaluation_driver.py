@@ -9,7 +9,7 @@ Invariants:
 - checkpoints/best is the evaluated version with the highest mean reward, without version 0, the base model. Versions
   that a resumed run trains again do not count.
 - No checkpoints/evaluated-VERSION, which keeps a version's weights, outlives its evaluation, unless the process is
-  killed; the next start cleans up.
+  killed, or the run is stopped while the trainer still saves it; the next start cleans up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from staleflow.pipeline.runtime.evaluation_results import (
     write_evaluations,
     write_rewards,
 )
-from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.errors import ProtocolViolation, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import PolicyVersion
@@ -241,12 +241,16 @@ class BestCheckpoint:
         Args:
             version: The version the run starts from.
             evaluations: Evaluations that are still in the store.
+
+        Raises:
+            StoreError: checkpoints/best cannot be renamed.
         """
         best, rolled_back = self._folder / BEST, self._folder / ROLLED_BACK
         if (score := self._read_best_score()).version > version:
             logger.info("%s is of version %d, which is trained again; it is %s now", best, score.version, ROLLED_BACK)
             shutil.rmtree(rolled_back, ignore_errors=True)
-            best.rename(rolled_back)
+            with raised_as(StoreError, f"{best}: cannot be renamed to {rolled_back}", OSError, remedy="remove it"):
+                best.rename(rolled_back)
         for partial in self._folder.glob(f".{EVALUATED_PREFIX}*"):
             shutil.rmtree(partial, ignore_errors=True)
         for leftover in sorted(self._folder.glob(f"{EVALUATED_PREFIX}*")):

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
@@ -32,8 +32,6 @@ from staleflow.stores import errors
 from staleflow.stores.trajectory import InstanceId
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 SPARE_CHECK_S = 2.0
 """Seconds between two checks for a spare worker."""
@@ -156,7 +154,7 @@ class Membership:
             self._start_replacing(index)
 
     def stop_links(self) -> None:
-        """Stop all links, so that the caller may call the instances itself."""
+        """Stop all links at the end of the run."""
         self._links_stopped = True
         for task in self.tasks():
             task.cancel()
@@ -173,8 +171,8 @@ class Membership:
 
     @staticmethod
     def _is_own_loss(instance: InstanceHandle, loss_error: errors.ActorLost | errors.ActorFailed) -> bool:
-        """Whether the instance itself is lost, not an actor that it called. A lost parameter server counts as a loss of
-        the instance: it restarts by itself unless its process, which is the instance's, is gone."""
+        """Whether the instance itself is lost, not an actor that it called. An error that a parameter server raised
+        counts as a loss of the instance, since its host is the instance's."""
         return loss_error.actor == instance.id or loss_error.actor.startswith("parameters-")
 
     def tasks(self) -> list[asyncio.Task[None]]:

@@ -11,6 +11,7 @@ import gc
 import shutil
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +34,13 @@ from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.runtime import driver, progress_watch
+from staleflow.pipeline.runtime.actors import CLOSE_S
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.metrics import with_rates
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.parameter_server import FetchProgress
+from tests.support import virtual_time
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
     EVALUATED,
@@ -410,6 +413,19 @@ def test_closing_never_raises_and_times_out(body: Body, actor: str, how: str) ->
 
 
 # -- going on with a stored run ------------------------------------------------------------------------------------
+
+
+def test_hung_instances_are_closed_together(body: Body) -> None:
+    async def run() -> float:
+        silent = Fault(actor="rollout-0", method="close", nth=0, silent="before")
+        others = [replace(silent, actor=f"rollout-{i}") for i in range(1, 4)]
+        async with body.placed("rollout.instances=4", faults=[silent, *others]) as stage:
+            begun_s = asyncio.get_running_loop().time()
+            await stage.actors.close()
+            return asyncio.get_running_loop().time() - begun_s
+
+    ended_s = virtual_time.run(run())
+    assert CLOSE_S <= ended_s < CLOSE_S + 1.0
 
 
 def test_a_closed_driver_has_compressed_its_journal(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from staleflow.pipeline.config.actor_settings import make_workload
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.runtime import evaluation_driver
 from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.evaluation_driver import BestCheckpoint
 from staleflow.pipeline.runtime.evaluation_figures import compute_figures
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read_rewards
-from staleflow.stores.errors import TransferFailed
+from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion, is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_resumed_runs import SHAPES, kill_when, resumption_of
@@ -300,6 +303,17 @@ def test_a_run_that_ends_during_an_evaluation_leaves_no_saved_version(body: Body
     run = body.run(*BEST, world=world_with_rewards(float, save_s=save_s), meanwhile=stop)
     assert run.stopped_at_once
     assert not list((run.config.run_dir / "checkpoints").glob("*evaluated-*"))
+
+
+def test_a_former_best_that_cannot_be_renamed_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = tmp_path / "checkpoints" / "best"
+    best.mkdir(parents=True)
+    (best / "evaluation.json").write_text('{"version": 5, "reward": 0.5}')
+    (tmp_path / "checkpoints" / "best-undone" / "weights").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    actors: Any = None
+    with pytest.raises(StoreError, match=r"best: cannot be renamed to .*best-undone: .*; remove it"):
+        BestCheckpoint(actors, tmp_path, "held-out").clean_up(PolicyVersion(2), [])
 
 
 def test_a_stopped_run_abandons_its_evaluation(body: Body) -> None:

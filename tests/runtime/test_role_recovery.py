@@ -79,6 +79,15 @@ def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: B
     assert steps_trained(run) == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
 
 
+def test_the_server_is_pinged_while_the_trainer_is_restored(body: Body) -> None:
+    late = Fault(actor="trainer", method="__init__", nth=2, late_s=15.0)
+    run = body.run("steps=4", faults=[dying_trainer(nth=2), late])
+    check_restored(run)
+    lost_s = next(c.at_s for c in run.workers.calls if c.method == "train" and c.args[1] == 1)
+    pings = [c for c in run.workers.calls if c.method == "held_out_notice" and lost_s < c.at_s < lost_s + 15.0]
+    assert len(pings) >= 5
+
+
 async def kill_before_point(run: Run) -> None:
     """Kill the trainer when version 3 is published and has no resume point yet."""
     while run.driver is None or len(run.world.trained) < 3:

@@ -62,6 +62,16 @@ def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> N
     assert len(received) >= 2 * 5
 
 
+def test_the_reported_seconds_of_a_slow_commit_include_slow_answers(body: Body) -> None:
+    late = Fault(actor="server", method="outage", nth=0, late_s=2.5)
+    run = body.checked_run(world=quick_world(20.0), faults=[late])
+    called_s = next(c.at_s for c in run.workers.calls if c.method == "commit")
+    reports = [(at_s, re.search(r"committing step 0 for (\d+) s", what)) for at_s, what in run.phases]
+    seconds = [(at_s - called_s, float(report[1])) for at_s, report in reports if report]
+    assert len(seconds) > 2
+    assert all(abs(actual - reported) <= 0.6 for actual, reported in seconds)
+
+
 def test_prompts_are_drawn_during_a_commit(body: Body) -> None:
     run = body.checked_run("steps=8", world=quick_world(2.5))
     arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
