@@ -128,8 +128,8 @@ class Display(RunListener):
         )
         if snapshot.num_eval_in_flight:
             head.add_row(describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight))
-        if report.instances:
-            head.add_row(escape(report.instances))
+        if report.instances_line:
+            head.add_row(escape(report.instances_line))
         buffers = Table.grid(padding=(0, 1))
         for view in snapshot.buffers:
             counts = sum(view.occupied.values()), sum(view.reserved.values())

@@ -96,7 +96,7 @@ class Reporter(RunListener):
         self._status = {
             **CODEC.encode(snapshot),
             "losses": list(report.losses),
-            "fleet": report.instances,
+            "fleet": report.instances_line,
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],
             "limit": next(reversed(report.bottlenecks.values()), ""),

@@ -104,8 +104,8 @@ def resume_version(config: RunConfig) -> PolicyVersion:
     points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= num_trained]
     resume_every = config.training.resume_every
     # The trainer writes the second point only after the first one is complete.
-    has_first_point = num_trained <= 2 * resume_every and (run_dir / "resume").is_dir()
-    if num_trained and not points and not has_first_point:
+    may_lack_points = num_trained <= 2 * resume_every and (run_dir / "resume").is_dir()
+    if num_trained and not points and not may_lack_points:
         raise ConfigError(
             f"{run_dir}: {num_trained} steps are stored but there is no complete resume point; "
             f"training.resume_every was {resume_every}"

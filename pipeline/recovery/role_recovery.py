@@ -39,7 +39,7 @@ PING_S = 2.0
 """Seconds between two pings of the roles."""
 
 
-class Roles(Protocol):
+class RestorableActors(Protocol):
     """The methods of Actors that recovery needs."""
 
     clock: RunClock
@@ -65,7 +65,9 @@ class Roles(Protocol):
 class RoleRecovery:
     """Restores the actors of one run that have state. resume_points: folder of its resume points."""
 
-    def __init__(self, actors: Roles, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, actors: RestorableActors, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()
+    ) -> None:
         """resume_every: training steps between two resume points; 0 for none. ranks: names of the trainer's ranks other
         than the leading one."""
         self._actors = actors

@@ -18,7 +18,7 @@ from pathlib import Path
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 
 
-def start_inputs(run_dir: Path, weights: str, fingerprints: Fingerprints | None) -> dict[str, str]:
+def weight_inputs(run_dir: Path, weights: str, fingerprints: Fingerprints | None) -> dict[str, str]:
     """Return all inputs of a start by name, except `numerics`, which the trainer reports.
 
     Args:

@@ -376,7 +376,7 @@ def _other_name(config: RunConfig, other: RunReader) -> str:
 def _evaluation_values(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation in values, and as the lines that people read."""
     values = asdict(evaluation)
-    for hidden in ("reward", "data", "template", "figures"):
+    for hidden in ("reward_fingerprint", "data_fingerprint", "template_fingerprint", "figures"):
         del values[hidden]
     means = {"sampled_mean": evaluation.sampled_text, "greedy_mean": evaluation.greedy_text}
     return values | means | {"lines": evaluation.figures.lines(evaluation.samples)}

@@ -1,7 +1,8 @@
 """Calls the actors of a run from the driver, with deadlines and retries, and records lost actors.
 
 Invariants:
-- Every call has a deadline. The call of a lost actor raises ActorLost, which names the deadline if one was missed.
+- Every call has a deadline; waiting for a turn on shared GPUs has none. The call of a lost actor raises ActorLost,
+  which names the deadline if one was missed.
 - If a call passes an actor as an argument (ActorArg), its deadline call_s is extended by call_s. The nested call then
   times out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended too: the
   trajectory server itself stops retrying after commit_s and names the cause. A slow actor that answers again is not
@@ -74,7 +75,7 @@ class ActorClient:
         return self.recovery.is_restoring and not self._device_turns.is_trainer_waiting
 
     @property
-    def is_without_role(self) -> bool:
+    def lacks_role(self) -> bool:
         """Whether all rollout instances, all reward workers and environment hosts, or all teachers are lost. One is
         being placed, which has a deadline."""
         roles = {"rollout", "reward", *(["teacher"] if self._config.teachers else [])}

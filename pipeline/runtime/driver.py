@@ -37,7 +37,7 @@ from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
-from staleflow.pipeline.recovery.start_inputs import start_inputs
+from staleflow.pipeline.recovery.start_inputs import weight_inputs
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
 from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
@@ -166,7 +166,7 @@ class Driver:
             progress_reports.cancel()
         weight_fingerprints = self._actors.trained_fingerprints
         newest = weight_fingerprints[max(weight_fingerprints)]
-        self._step_records.weight_inputs = start_inputs(self._run_dir, newest, self._fingerprints)
+        self._step_records.weight_inputs = weight_inputs(self._run_dir, newest, self._fingerprints)
         self._background.spawn(self._actors.recovery.watch(), "watch")
         resumed = None if self._resumption is None else await self._restore_in_flight()
         self._note(await self._actors.ask("server", "held_out_notice"))
@@ -183,7 +183,7 @@ class Driver:
             self._background.spawn(coroutine, "teachers")
         for coroutine in self._environment_hosts.coroutines():
             self._background.spawn(coroutine, "environments")
-        self._membership.join_all()
+        self._membership.start_links()
         await self._evaluation_driver.begin(self._coordinator.ledger.version)
         self.is_training = True
         try:
@@ -377,7 +377,7 @@ class Driver:
 
     def _record_step(self, published: PublishedStep) -> events.Event:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
-        self._actors.publish(published)
+        self._actors.record_published(published)
         self._measurements.start_waiting()
         self._commit_queue.put(self._step_records.make_step_record(published))
         checkpoint_every = self._config.training.checkpoint_every
@@ -439,7 +439,7 @@ class Driver:
             gc.freeze()
             self._inbox.put_nowait(events.Tick())
             snapshot = self._coordinator.snapshot()
-            self.report.instances = self._membership.summary_line
+            self.report.instances_line = self._membership.summary_line
             self.report.environments = self._environment_hosts.views
             self.report.sources = self._sources()
             self._measurements.observe_snapshot(snapshot)

@@ -201,7 +201,9 @@ class EvaluationDriver:
     def _base_rewards(self) -> dict[str, dict[str, PromptRewards]]:
         """The rewards of version 0, by set, of the sets whose reward is still the same."""
         rewards = read_rewards(self._run_dir, 0)
-        reward_fingerprints = {result.name: result.reward for result in self._results if result.version == 0}
+        reward_fingerprints = {
+            result.name: result.reward_fingerprint for result in self._results if result.version == 0
+        }
         return {
             name: rewards[name]
             for name in rewards

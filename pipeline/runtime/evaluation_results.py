@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.recovery.source_fingerprints import PARTS
 from staleflow.pipeline.runtime.evaluation_figures import NO_FIGURES, EvaluationFigures, PromptRewards, SetRewards
 from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.stores.reward_statistics import Estimate, Interval, estimate
-from staleflow.stores.serialization import Codec
+from staleflow.stores.serialization import Codec, PlainValue
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
-CODEC = Codec()
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 NOT_REQUESTED = -1
@@ -54,12 +54,10 @@ class Evaluation:
     greedy_failed: int = 0
     failure: str = ""
     """Error of the first response that could not be scored."""
-    reward: str = ""
+    reward_fingerprint: str = ""
     """Fingerprint of the reward function; empty if unknown. See pipeline/recovery/source_fingerprints.py."""
-    data: str = ""
-    """Fingerprint of the data."""
-    template: str = ""
-    """Fingerprint of the template."""
+    data_fingerprint: str = ""
+    template_fingerprint: str = ""
     changed: tuple[str, ...] = ()
     """Changes to them since the run began, one line each."""
     name: str = HELD_OUT
@@ -89,7 +87,7 @@ class Evaluation:
         figures: EvaluationFigures = NO_FIGURES,
     ) -> Evaluation:
         """Summarize scores in the order of prompts: `samples` sampled responses per prompt, a greedy one, or both.
-        fingerprints: of reward, data and template."""
+        fingerprints: of `reward`, `data` and `template`."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
         sampled_estimate, greedy_estimate = _estimate(sampled, samples), _estimate(greedy, 1)
         return cls(
@@ -108,13 +106,17 @@ class Evaluation:
             tokens=tokens,
             seconds=seconds,
             figures=figures,
-            **fingerprints,
+            **{f"{part}_fingerprint": fingerprint for part, fingerprint in fingerprints.items()},
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `asdict`. Raises ValueError."""
+        """The inverse of `to_json`. Raises ValueError."""
         return CODEC.decode(value, cls)
+
+    def to_json(self) -> PlainValue:
+        """Its values as a run's folder keeps them."""
+        return CODEC.encode(self)
 
     @property
     def line(self) -> str:
@@ -155,6 +157,10 @@ class Evaluation:
         return f"{self.num_prompts} prompts{failures}" + (f"; first: {self.failure}" if self.failure else "")
 
 
+CODEC = Codec(stored_names={Evaluation: {f"{part}_fingerprint": part for part in PARTS}})
+"""Encodes evaluations as a run's folder keeps them."""
+
+
 def format_mean(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
     """Format a mean, its standard error and its 95 % interval for display.
 
@@ -179,9 +185,10 @@ def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
         pair for set_evaluations in group_by_set(evaluations).values() for pair in itertools.pairwise(set_evaluations)
     ):
         pairs = (
-            (previous.reward, evaluation.reward, "reward functions"), (previous.data, evaluation.data, "data"),
-            (previous.template, evaluation.template, "templates"),
-        )  # fmt: skip
+            (previous.reward_fingerprint, evaluation.reward_fingerprint, "reward functions"),
+            (previous.data_fingerprint, evaluation.data_fingerprint, "data"),
+            (previous.template_fingerprint, evaluation.template_fingerprint, "templates"),
+        )
         reasons = [f"different {difference}" for a, b, difference in pairs if a and b and a != b]
         if previous.num_prompts != evaluation.num_prompts:
             reasons.append(f"{previous.num_prompts} and {evaluation.num_prompts} prompts")
@@ -202,7 +209,7 @@ def fewer_prompts_warning(num_requested: int, available: int, source: str, key: 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write evaluations to the run's folder, from which a resumed run reads them. Raises StoreError."""
-    text = json.dumps([asdict(e) for e in evaluations]) + "\n"
+    text = json.dumps([e.to_json() for e in evaluations]) + "\n"
     replace_text(run_dir / "evaluations.json", text, "free space or move runs_dir")
 
 
@@ -224,7 +231,7 @@ def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
     for evaluation in evaluations:
         id = hashlib.sha256(evaluation.name.encode()).hexdigest()[:16]
         path = folder / f"suite-{evaluation.version:06d}-{id}.json"
-        replace_text(path, json.dumps(asdict(evaluation)) + "\n", remedy)
+        replace_text(path, json.dumps(evaluation.to_json()) + "\n", remedy)
     return folder
 
 

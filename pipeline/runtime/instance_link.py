@@ -27,12 +27,12 @@ from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S, REPORT_S = 0.5, 0.5
 """Seconds that an instance waits for results in one poll, unless a request ends, and between two reports of its
-progress; see `fleet_factor`."""
+progress; see `interval_factor`."""
 FULL_RATE_INSTANCES = 128
 """Number of instances up to which each is polled and reports at these intervals."""
 
 
-def fleet_factor(num_instances: int) -> float:
+def interval_factor(num_instances: int) -> float:
     """The factor by which the intervals of polls and reports grow with the fleet. Beyond `FULL_RATE_INSTANCES`
     instances the driver's messages per second stay constant, apart from those with results."""
     return max(1.0, num_instances / FULL_RATE_INSTANCES)
@@ -121,7 +121,7 @@ class InstanceLink:
     async def _receive_results(self) -> None:
         """Emit the results of finished requests."""
         while True:
-            poll_s = POLL_S * self._fleet_factor()
+            poll_s = POLL_S * self._interval_factor()
             within_s = self._deadlines.call_s + poll_s  # the actor argument adds call_s for the call to the server
             outcomes: list[RequestOutcome] = await self._actors.ask(
                 self._name, "next_events", SERVER, poll_s, deadline="call_s", within_s=within_s
@@ -146,7 +146,7 @@ class InstanceLink:
         initial_load: EngineLoad = await self._actors.ask(self._name, "report")
         instance.initial_load = previous_load = initial_load
         while True:
-            await asyncio.sleep(REPORT_S * self._fleet_factor())
+            await asyncio.sleep(REPORT_S * self._interval_factor())
             load: EngineLoad = await self._actors.ask(self._name, "report")
             stalled_s = self._stall_detector.observe(load, now_s(), loading=instance.is_loading)
             if stalled_s:
@@ -166,8 +166,8 @@ class InstanceLink:
                 )
             )
 
-    def _fleet_factor(self) -> float:
-        return fleet_factor(len(self._actors.instances))
+    def _interval_factor(self) -> float:
+        return interval_factor(len(self._actors.instances))
 
     def _decode_stats(self, previous_load: EngineLoad, load: EngineLoad) -> events.DecodeStats:
         """Compute the statistics of the decode steps between two reports of the engine."""

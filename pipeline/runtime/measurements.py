@@ -117,7 +117,8 @@ class Measurements:
     def seconds_by_activity(
         self, steps: Sequence[Mapping[str, float]], instances: Collection[InstanceHandle]
     ) -> dict[str, float]:
-        """Seconds by activity; for instances the mean, in which an instance and its replacements count as one.
+        """Seconds by activity, and `tokens_sampled`; seconds of instances are the mean, in which an instance and its
+        replacements count as one.
 
         Args:
             steps: Metrics of all training steps.

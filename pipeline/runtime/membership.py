@@ -144,11 +144,11 @@ class Membership:
         self._missing_indices.add(index)
         self._background.spawn(self._replace(index), "replace")
 
-    def join_all(self) -> None:
+    def start_links(self) -> None:
         """Start the links of all placed instances, and start placing the missing ones."""
         self._links_stopped = False
         for instance in list(self._actors.instances.values()):
-            self._join(instance)
+            self._start_link(instance)
         placed = {instance.index for instance in self._actors.instances.values()}
         for index in set(range(self._config.rollout.instances)) - placed:
             self._start_replacing(index)
@@ -179,7 +179,7 @@ class Membership:
         """The tasks of all links."""
         return [task for instance in self._actors.instances.values() for task in instance.tasks]
 
-    def _join(self, instance: InstanceHandle) -> None:
+    def _start_link(self, instance: InstanceHandle) -> None:
         """Start an instance's link and report the instance to the coordinator, unless links are stopped."""
         if self._links_stopped:
             return
@@ -240,7 +240,7 @@ class Membership:
                 self._actors.record_loss(loss_error.actor if placed is None else placed.id, loss_error)
                 continue
             else:
-                self._join(instance)
+                self._start_link(instance)
             self._missing_indices.discard(index)
             return
 

@@ -73,5 +73,5 @@ class ProgressWatch:
         actors = self._actors
         previous_bytes, self._bytes_arrived = self._bytes_arrived, actors.bytes_arrived
         is_busy = self._commit_queue.is_full or self._score_queue.is_busy or self._teacher_queue.is_busy
-        is_busy |= actors.is_restoring or actors.is_loading or actors.is_without_role
+        is_busy |= actors.is_restoring or actors.is_loading or actors.lacks_role
         return is_busy or self._bytes_arrived > previous_bytes

@@ -20,7 +20,8 @@ class RunReport:
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity, up to the latest stored step or the end; empty before the first step of this start."""
+    """Seconds by activity, and `tokens_sampled`, up to the latest stored step or the end; empty before the first step
+    of this start."""
     snapshot: Snapshot | None = None
     stopped: str = ""
     """Why the run ended early; empty if it did all its steps."""
@@ -32,7 +33,7 @@ class RunReport:
     """What limited the run; None if no step was trained since it was last started."""
     fit: CostModelFit | None = None
     """The cost model fitted to this run; None if it sampled too little."""
-    instances: str = ""
+    instances_line: str = ""
     """One line about the instances: their number, and which are missing or retiring."""
     environments: list[HostView] = field(default_factory=list)
     """Current state of the environment hosts."""

@@ -65,13 +65,13 @@ class ScoreQueue(ActorQueue):
         """Queue a sampled response of so many tokens, together with those held back if it completes its group."""
         self._num_tokens[trajectory] = num_tokens
         self._waiting_for_group.append(trajectory)
-        if self._completes_group(trajectory) or len(self._waiting_for_group) >= self.max_batch:
+        if self._count_sampled(trajectory) or len(self._waiting_for_group) >= self.max_batch:
             self._queue_waiting()
         elif self._release_timer is None:
             self._release_timer = asyncio.get_running_loop().call_later(MAX_HOLD_S, self._queue_waiting)
 
-    def _completes_group(self, trajectory: TrajectoryId) -> bool:
-        """Count a response. Returns True if its group now has as many responses as are trained on."""
+    def _count_sampled(self, trajectory: TrajectoryId) -> bool:
+        """Count a sampled response. Returns True if its group now has as many responses as are trained on."""
         if is_evaluation(trajectory):  # it has no group that is trained on
             return False
         group = GroupId(trajectory // self._config.oversampled_group_size)

@@ -118,21 +118,21 @@ class TrainingAlarms:
         values, stderrs = zip(*self._recent_ess, strict=True)
         ess, stderr = sum(values) / AVERAGED_STEPS, math.hypot(*stderrs) / AVERAGED_STEPS
         alarms = []
-        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * stderr < MIN_ESS and self._raise_once("ess"):
+        if len(values) == AVERAGED_STEPS and ess + MIN_STANDARD_ERRORS * stderr < MIN_ESS and self._is_first("ess"):
             alarms.append(
                 f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
                 f"over {AVERAGED_STEPS} steps (standard error {stderr:.1g}), below {MIN_ESS:g}: few tokens outweigh "
                 "the batch; lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
                 "(docs/losses.md)"
             )
-        if (num_dropped := metrics.get("updates_dropped", 0.0)) and self._raise_once("dropped"):
+        if (num_dropped := metrics.get("updates_dropped", 0.0)) and self._is_first("dropped"):
             alarms.append(
                 f"step {step}: updates dropped because their gradient was not finite: {num_dropped:.0f}; lower "
                 "training.learning_rate, and look for rewards and logprobs that are not finite"
             )
         return alarms
 
-    def _raise_once(self, kind: str) -> bool:
+    def _is_first(self, kind: str) -> bool:
         """Mark a kind of alarm as raised. Returns whether it was not raised before."""
         is_new = kind not in self._raised_kinds
         self._raised_kinds.add(kind)

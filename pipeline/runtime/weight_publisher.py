@@ -61,7 +61,7 @@ class WeightPublisher(ActorClient):
         """Number of checkpoints that are being saved, by version."""
         self.verification = WeightVerification(config, facts.context_length)
 
-    def publish(self, published: PublishedStep) -> None:
+    def record_published(self, published: PublishedStep) -> None:
         """Record a published version, which instances can pull from now on."""
         self._published_steps[published.version] = published
         self._transfers.publish(published.version, self._trainer_host, published.num_bytes)
@@ -108,7 +108,7 @@ class WeightPublisher(ActorClient):
                 f"were published ({recorded_fingerprint}): its kernels, or the order in which its ranks add up, are "
                 "not the same each time; resume the run, which repeats the step"
             )
-        self.publish(published)
+        self.record_published(published)
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None:
         """Let the trainer publish the first version: 0, the base model after any supervised fine-tuning, or a later one
@@ -133,7 +133,7 @@ class WeightPublisher(ActorClient):
                 f"{fingerprint}; remove the damaged resume point to use an older one"
             )
         self._trained_fingerprints[version] = published.fingerprint
-        self.publish(published)
+        self.record_published(published)
 
     async def _fine_tune(self) -> None:
         """Have the trainer do all steps of supervised fine-tuning. It computes the base model's logprobs first, which

@@ -65,7 +65,7 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
             facts.append(
                 EvaluationFacts(
                     set=evaluation.name, version=evaluation.version, reward=evaluation.mean_reward, stderr=stderr,
-                    function=evaluation.reward, prompts=prompts,
+                    function=evaluation.reward_fingerprint, prompts=prompts,
                 )
             )  # fmt: skip
     return facts

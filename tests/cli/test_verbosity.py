@@ -166,7 +166,7 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     display = Display(config, quiet=False)
     display.console = Console(file=written, force_terminal=True, width=200, height=50, color_system=None)
     display.on_phase("starting actors: rollout-0 (loading [/m])")
-    display.console.print(display._view(make_coordinator(config).snapshot(), RunReport(instances="1 [/of] 2")))
+    display.console.print(display._view(make_coordinator(config).snapshot(), RunReport(instances_line="1 [/of] 2")))
     drifted = {"measured_over_predicted": 2.0, "drifted": True}
     summary = SUMMARY | {"alarms": ["[/a] is zero"], "cost_model": drifted}
     display.summarize(RunEnd(run_dir=Path("[/r]"), summary=summary, stopped=""))

@@ -96,7 +96,7 @@ class Run(RunListener):
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         self.loss_counts.append(len(report.losses))
-        self.instance_lines.append(report.instances)
+        self.instance_lines.append(report.instances_line)
 
     def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self.steps.append(int(step["step"]))
@@ -231,7 +231,7 @@ class Stage:
         """Publish a version as a training step does."""
         trainer = self.workers.actor("trainer")
         trainer._version = version
-        self.actors.publish(trainer._publish({}))
+        self.actors.record_published(trainer._publish({}))
 
 
 FACTS = ModelFacts(context_length=1000, eos=(1,), nonce="0")
