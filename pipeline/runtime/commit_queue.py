@@ -107,7 +107,8 @@ class CommitQueue:
             remaining_s = reported_s + call_s - now_s()
             await asyncio.sleep(min(OUTAGE_POLL_S, remaining_s))
             previous_outage, outage = outage, await self._outage()
-            if remaining_s > OUTAGE_POLL_S and bool(outage) == bool(previous_outage):
+            is_due = remaining_s <= OUTAGE_POLL_S or now_s() - reported_s >= call_s
+            if not is_due and bool(outage) == bool(previous_outage):
                 continue
             reported_s = now_s()
             consequence = f"sampling continues within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
