@@ -1,8 +1,8 @@
 """A queue of trajectories that actors without state work off: reward workers, and teachers.
 
 Invariants:
-- Every queued trajectory is processed, or all actors are being replaced. The trajectories of a lost actor are processed
-  again, by any of them.
+- Every queued trajectory is processed, unless it has ended or all actors are being replaced. The trajectories of a lost
+  actor are processed again, by any of them.
 - An actor whose process does not answer is detected within twice deadlines.call_s, however long its work takes, because
   it is pinged meanwhile.
 """
