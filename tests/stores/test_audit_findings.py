@@ -673,7 +673,7 @@ READS = (
         *((check, name) for check in (audit.audit, check_chain) for name in ("", "damaged_chunk")),
         (lambda store: list(snapshot_audit.audit_history(store.path)), "branch_damaged"),
     ],
-    ids=str,
+    ids=["audit", "audit, damaged", "chain", "chain, damaged", "history, damaged"],
 )
 def test_a_bucket_failure_at_any_request_of_an_audit_is_not_a_finding(
     check: Callable[[StoreReader], Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
