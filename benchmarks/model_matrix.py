@@ -234,7 +234,7 @@ class Trial:
         if loaded.weights.outcome != "verified":
             return str(loaded.weights.line)
         tokens = [int(t) for t in np.random.default_rng(2).integers(2, VOCABULARY, 4 * WINDOW)]
-        worst = float(np.abs(np.subtract(self.engine.logprobs(tokens), self.trainer.logprobs(tokens))).max())
+        worst = float(np.abs(np.subtract(self.engine.score([tokens])[0].logprobs, self.trainer.logprobs(tokens))).max())
         return "" if worst < CLOSE else f"logprobs differ by {worst:.1e} nats"
 
     def try_checkpoint(self) -> Reason:

@@ -27,32 +27,17 @@ set_option = click.option(
 def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
     """Serve a run's newest checkpoint, or a model, as an OpenAI-compatible endpoint. Ctrl-C ends it."""
     quiet_libraries()
-    from staleflow.pipeline.config.model_files import vocabulary_of
     from staleflow.pipeline.stored_runs.serving import make_serving_plan
-    from staleflow.tasks.endpoint.server import EndpointServer
-    from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
+    from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 
     plan = make_serving_plan(target, overrides)
     api_key = key or secrets.token_urlsafe(24)
 
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")
-        policy = plan.build(api_key)
-        config = EndpointConfig(host=host, port=port)
-        settings = EndpointSettings(
-            config=config,
-            model=plan.label,
-            temperature=plan.config.rollout.temperature,
-            vocabulary=vocabulary_of(plan.config.model.path),
-        )
-        server = EndpointServer(settings, policy)
-        try:
-            await server.start()
+        async with plan.serve(EndpointConfig(host=host, port=port), api_key) as server:
             click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url} OPENAI_API_KEY={api_key} (Ctrl-C ends it)")
             await asyncio.get_running_loop().create_future()
-        finally:
-            await server.stop()
-            policy.close()
 
     asyncio.run(work())
 
@@ -121,8 +106,13 @@ def push(source: Path, repo: str, step: int | None, private: bool, only_card: bo
 @click.option("--shots", type=click.IntRange(0), help="Examples in each prompt.  [default: the task's own]")
 @click.option("--limit", type=click.IntRange(1), help="Only the first documents of each task.")
 @click.option("--chat", is_flag=True, help="Render prompts by the model's chat template.")
+@click.option(
+    "--url", default="", help="Server of the model, such as http://localhost:8000/v1.  [default: started here]"
+)
+@click.option("--key", default="", envvar="OPENAI_API_KEY", help="API key of --url.  [default: OPENAI_API_KEY]")
 @click.option("--python", default=sys.executable, metavar="PATH", help="Python with lm-eval.  [default: this one]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@set_option
 def evaluate(
     target: str,
     tasks: str,
@@ -131,35 +121,40 @@ def evaluate(
     shots: int | None,
     limit: int | None,
     chat: bool,
+    url: str,
+    key: str,
     python: str,
     as_json: bool,
+    overrides: tuple[str, ...],
 ) -> None:
-    """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder. lm-eval loads the model by
-    transformers. The figures of a run's checkpoint are kept in its folder."""
+    """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model, as `serve` serves it. Before, a probe
+    checks that the server obeys temperature 0 and that its logprobs are right. The figures of a run's checkpoint are
+    kept in its folder, unless --url names another server."""
     quiet_libraries()
     from staleflow.pipeline.runtime.evaluation_results import write_suite
     from staleflow.pipeline.stored_runs.serving import make_serving_plan
-    from staleflow.pipeline.stored_runs.suites import SuiteSettings, as_evaluations, check_lm_eval, run_suite
+    from staleflow.pipeline.stored_runs.suites import (
+        SuiteSettings,
+        as_evaluations,
+        check_lm_eval,
+        evaluate_plan,
+    )
     from staleflow.stores.errors import ConfigError
 
     task_names = tuple(filter(None, (name.strip() for name in tasks.split(","))))
     if not task_names:
         raise ConfigError(f"--tasks = {tasks!r}: name a task, such as gsm8k")
     check_lm_eval(python)
-    plan = make_serving_plan(target, step=step)
-    settings = SuiteSettings(
-        model=plan.config.model.path, tasks=task_names, include=include, shots=shots, limit=limit, chat=chat
-    )
-    announce(f"{', '.join(task_names)} by lm-eval on {plan.label}")
-    figures = run_suite(settings, python)
-    checkpoint = Path(plan.config.model.path)
-    is_run = (Path(target) / "config.toml").is_file()
+    plan = make_serving_plan(target, overrides, step=step)
+    settings = SuiteSettings(tasks=task_names, include=include, shots=shots, limit=limit, chat=chat)
+    announce(f"{', '.join(task_names)} by lm-eval on {url or plan.label}")
+    figures = asyncio.run(evaluate_plan(plan, settings, python, url=url, key=key))
     if as_json:
         print_json(figures)
     else:
         for figure in figures:
             click.echo(figure.line)
-    if is_run:
-        version = int(checkpoint.name.rpartition("-")[2])
+    if (Path(target) / "config.toml").is_file() and not url:
+        version = int(Path(plan.config.model.path).name.rpartition("-")[2])
         folder = write_suite(Path(target), as_evaluations(figures, settings, version))
         announce(f"stored in {folder}: `compare` and the run page show it")

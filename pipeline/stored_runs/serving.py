@@ -1,23 +1,28 @@
-"""Serves the policy of a finished run, or a model's folder, with one engine on this machine (`staleflow serve`)."""
+"""Serves the policy of a finished run, or a model's folder, with one engine on this machine (`staleflow serve` and
+`eval`)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
-from staleflow.pipeline.config.model_files import find_model, read_context
+from staleflow.pipeline.config.model_files import find_model, read_context, vocabulary_of
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import find_checkpoint
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
+from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
 DEFAULT_MAX_NEW_TOKENS = 512
 """Maximum response length of a model without a job; half of the context if that is shorter."""
@@ -33,6 +38,30 @@ class ServingPlan:
     label: str
     """Name of the model for display, such as `step-000100 of first`."""
 
+    @property
+    def context(self) -> int:
+        """Maximum tokens of a prompt and its response."""
+        return min(self.facts.context_length, self.config.rollout.engine.kv_tokens)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, endpoint: EndpointConfig, key: str) -> AsyncIterator[EndpointServer]:
+        """Context manager: the model behind an endpoint with this API key. Raises ConfigError if the address cannot be
+        used."""
+        policy = self.build(key)
+        settings = EndpointSettings(
+            config=endpoint,
+            model=self.label,
+            temperature=self.config.rollout.temperature,
+            vocabulary=vocabulary_of(self.config.model.path),
+        )
+        server = EndpointServer(settings, policy)
+        try:
+            await server.start()
+            yield server
+        finally:
+            await server.stop()
+            policy.close()
+
     def build(self, key: str) -> ServedPolicy:
         """Load the model, and start its engine on the running event loop. key: API key of the endpoint."""
         config = self.config
@@ -44,7 +73,7 @@ class ServingPlan:
             key,
             chat=next(iter(config.task.sources_by_name.values())).chat,
             template=config.environment.template,
-            max_context=min(self.facts.context_length, config.rollout.engine.kv_tokens),
+            max_context=self.context,
             max_new_tokens=config.rollout.max_new_tokens,
         )
 

@@ -1,49 +1,76 @@
-"""The process that runs benchmark tasks with lm-eval. Imports no other module of staleflow, so any Python with lm-eval
-can run this file.
+"""The process that runs benchmark tasks with lm-eval, on a server. Imports no other module of staleflow, so any Python
+with lm-eval can run this file.
 
-It reads settings as JSON from its standard input (`suites.SuiteSettings`, and the file of the results) and writes JSON
-to that file: a list of `suites.SuiteMetric`, or {"unknown_task": name}, or {"error": one line}.
+It reads settings as JSON from its standard input (`suites.SuiteSettings`, `completions_probe.CompletionsServer`, and
+the file of the results) and writes JSON to that file: a list of `suites.SuiteMetric`, or {"unknown_task": name}, or
+{"error": one line}.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+REPLY_TIMEOUT_S = 86_400
+"""Seconds that lm-eval waits for a reply. A slow machine is no error."""
+
 
 def main() -> None:
     """Run the tasks."""
     settings = json.load(sys.stdin)
+    refusals = RefusalHandler()
+    logging.getLogger("lm_eval").addHandler(refusals)
     try:
         result: Any = run_tasks(settings)
     except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        result = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        result = {"error": refusals.reason or f"{type(error).__name__}: {lines[0] if lines else ''}"}
     Path(settings["results"]).write_text(json.dumps(result))
+
+
+class RefusalHandler(logging.Handler):
+    """Keeps the server's last reason for refusing a request. lm-eval logs it; its error has the status alone."""
+
+    reason = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if match := re.search(r'API request failed.*"message": ?("(?:[^"\\]|\\.)*")', record.getMessage(), re.DOTALL):
+            self.reason = f"the server refused a request: {json.loads(match[1])}"
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:
     """Run the tasks on the model. Returns their metrics, or {"unknown_task": name}."""
     import lm_eval
-    import torch
     from lm_eval.tasks import TaskManager
 
+    server = settings["server"]
     manager = TaskManager(include_path=settings["include"] or None)
     for task in settings["tasks"]:
         if not manager.match_tasks([task]):
             return {"unknown_task": task}
     evaluation: Any = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": settings["model"]},
+        model="local-completions",
+        model_args={
+            "base_url": f"{server['url']}/completions",
+            "model": server["model"],
+            "tokenizer": server["tokenizer"],
+            "tokenizer_backend": "huggingface",
+            "add_bos_token": adds_first_token(server["tokenizer"], chat=settings["chat"]),
+            "max_length": server["context"],
+            "num_concurrent": server["concurrency"],
+            "timeout": REPLY_TIMEOUT_S,
+        },
+        batch_size=1,  # the server itself batches what it is sent
         tasks=settings["tasks"],
-        device="cuda" if torch.cuda.is_available() else "cpu",  # without one, it takes cuda on any machine
         num_fewshot=settings["shots"],
         limit=settings["limit"],
-        batch_size=settings["batch_size"],
+        gen_kwargs={"seed": None},  # lm-eval sends one with each request; a served policy refuses any
         apply_chat_template=settings["chat"],
         task_manager=manager,
     )
@@ -52,6 +79,21 @@ def run_tasks(settings: dict[str, Any]) -> Any:
         for task, results in evaluation["results"].items()
         for metric in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
     ]
+
+
+def adds_first_token(tokenizer_path: str, *, chat: bool) -> bool:
+    """Whether prompts get a first token before their text, as with lm-eval's own models: where the tokenizer adds one
+    and the chat template does not."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    text = "a"
+    if chat:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    first_token = tokenizer.bos_token
+    return bool(
+        first_token and tokenizer(text).input_ids[0] == tokenizer.bos_token_id and not text.startswith(first_token)
+    )
 
 
 def task_metrics(task: str, results: dict[str, Any], num_shots: int) -> list[dict[str, Any]]:

@@ -1,9 +1,13 @@
-"""Runs benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder (`staleflow eval`)."""
+"""Runs benchmark tasks of lm-eval on a served checkpoint of a run, or a served model (`staleflow eval`)."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
+import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -13,19 +17,25 @@ from pathlib import Path
 
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.stored_runs import suite_process
+from staleflow.pipeline.stored_runs.completions_probe import PROBE_TEXT, CompletionsServer, find_problem, model_name
+from staleflow.pipeline.stored_runs.serving import ServingPlan
 from staleflow.stores.errors import ConfigError, SuiteFailed, raised_as, strerror
 from staleflow.stores.serialization import Codec
+from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 
 CODEC = Codec()
-CHECK_LM_EVAL_CODE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
+CHECK_LM_EVAL_CODE = (
+    "import importlib.util, sys; names = ('lm_eval', 'transformers', 'aiohttp', 'requests', 'tenacity'); "
+    "sys.exit(any(importlib.util.find_spec(name) is None for name in names))"
+)
+"""Exits with 1 where lm-eval, or what it needs to call a server, is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteSettings:
-    """The model, the tasks, and lm-eval's settings."""
+    """The tasks, and lm-eval's settings."""
 
-    model: str
-    """Folder, or name on the hub."""
     tasks: tuple[str, ...]
     include: str = ""
     """Folder of further task files; empty: none."""
@@ -35,8 +45,6 @@ class SuiteSettings:
     """Documents of each task; None: all."""
     chat: bool = False
     """Whether the model's chat template renders the prompts."""
-    batch_size: int = 8
-    """Prompts in a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +103,53 @@ def check_lm_eval(python: str) -> None:
         )
 
 
-def run_suite(settings: SuiteSettings, python: str) -> list[SuiteMetric]:
-    """Run lm-eval tasks on a model. Raises ConfigError if a task or folder does not exist, and SuiteFailed with
-    lm-eval's reason if it fails. python: an interpreter that can import lm-eval."""
+async def evaluate_plan(
+    plan: ServingPlan, settings: SuiteSettings, python: str, *, url: str = "", key: str = ""
+) -> list[SuiteMetric]:
+    """Serve a model, check the server, and run lm-eval tasks on it. url: a server that serves the model already, with
+    this API key. Raises ConfigError, also if that server's figures would be wrong, and SuiteFailed."""
     if settings.include and not Path(settings.include).is_dir():
         raise ConfigError(f"--include = {settings.include!r}: no such folder")
+    async with contextlib.AsyncExitStack() as stack:
+        if not url:
+            key = secrets.token_urlsafe(24)
+            url = (await stack.enter_async_context(plan.serve(EndpointConfig(), key))).base_url
+            error_type: type[Exception] = SuiteFailed
+        else:
+            error_type = ConfigError
+        url = url.rstrip("/")
+        with raised_as(error_type, f"{url}: it lists no model", OSError, ValueError, LookupError, TypeError):
+            model = await asyncio.to_thread(model_name, url, key)
+        server = CompletionsServer(
+            url=url,
+            key=key,
+            model=model,
+            tokenizer=plan.config.model.path,
+            context=plan.context,
+            concurrency=plan.config.rollout.engine.max_running,
+        )
+        prompt = load_chat_tokenizer(server.tokenizer).ids(PROBE_TEXT)[: server.context // 2]
+        if problem := await asyncio.to_thread(find_problem, server, prompt):
+            raise error_type(f"{server.url}: {problem}; no task was run")
+        return await run_suite(settings, server, python)
+
+
+async def run_suite(settings: SuiteSettings, server: CompletionsServer, python: str) -> list[SuiteMetric]:
+    """Run lm-eval tasks on a served model. Raises ConfigError if a task does not exist, and SuiteFailed with lm-eval's
+    reason if it fails. python: an interpreter that can import lm-eval."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        process = subprocess.run(
-            [python, "-P", suite_process.__file__],
-            input=json.dumps(asdict(settings) | {"results": str(file)}).encode(),
-            stdout=sys.stderr,
-            check=False,
-        )
+        job = asdict(settings) | {"server": asdict(server) | {"key": ""}, "results": str(file)}
+        process = await asyncio.create_subprocess_exec(
+            python, "-P", suite_process.__file__, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr,
+            env={**os.environ, "OPENAI_API_KEY": server.key},
+        )  # fmt: skip
+        try:
+            await process.communicate(json.dumps(job).encode())
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         if not file.is_file():
             raise SuiteFailed(f"lm-eval ended with exit code {process.returncode} and without results")
         results = json.loads(file.read_text())

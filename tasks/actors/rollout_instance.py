@@ -174,7 +174,8 @@ class RolloutInstance:
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the engine's current weights."""
-        return await self._command(self._engine.logprobs, tokens)
+        (scores,) = await self._command(self._engine.score, [tokens])
+        return scores.logprobs
 
     async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
         """Load published weights, then check the weights and the logprobs computed with them. Idempotent. Tokens are
@@ -196,7 +197,8 @@ class RolloutInstance:
         load_result = self._engine.load(published.version, Path(path))
         self._asleep = False
         if published.probe_tokens:
-            load_result = dataclasses.replace(load_result, probe_logprobs=self._engine.logprobs(published.probe_tokens))
+            (scores,) = self._engine.score([published.probe_tokens])
+            load_result = dataclasses.replace(load_result, probe_logprobs=scores.logprobs)
         check = published.check(self._instance, load_result)
         if check.refused:
             self._refusal_reason = f"{self._instance} is out of service: {check.refused}"

@@ -96,8 +96,8 @@ class Teacher:
     def _sequence_logprobs(self, row: Row) -> npt.NDArray[np.float32]:
         """[T] logprobs of the response of a row without branches; 0 at tokens that were not sampled."""
         tokens = [*row.prompt.tolist(), *row.response.tolist()]
-        logprobs = self._engine.logprobs(tokens, self._temperature)  # of all tokens but the first
-        response_logprobs = np.asarray(logprobs[len(row.prompt) - 1 :], np.float32)
+        (scores,) = self._engine.score([tokens], self._temperature)
+        response_logprobs = np.asarray(scores.logprobs[len(row.prompt) - 1 :], np.float32)  # the first token has none
         return np.where(row.sampled, response_logprobs, np.float32(0))
 
     async def close(self) -> None:

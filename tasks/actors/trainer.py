@@ -46,7 +46,7 @@ class PublishedStep:
     fingerprint: str
     path: str
     probe_logprobs: tuple[float, ...] = ()
-    """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
+    """Logprobs of the probe's tokens under these weights; see Engine.score."""
     num_bytes: int = 0
     """Size of the published file."""
     matches_record: bool = True

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, FunctionCall, RequestError
+from staleflow.tasks.engines.base import TokenScores
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 CHUNK_CHARS = 24
@@ -19,7 +20,8 @@ CHUNK_CHARS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReply:
-    """A turn as an agent receives it. index: index of the turn in its episode, from 0. created_s: Unix time."""
+    """A turn as an agent receives it. index: index of the turn in its episode, from 0. created_s: Unix time. scores: of
+    the prompt, if the request asked for them instead of a turn; prompt_text: its text."""
 
     id: str
     index: int
@@ -27,6 +29,8 @@ class TurnReply:
     turn: SampledTurn
     message: ChatMessage
     finish_reason: str
+    scores: TokenScores | None = None
+    prompt_text: str = ""
 
 
 def build_reply(id: str, index: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
@@ -93,6 +97,44 @@ def completion_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
         choice["token_ids"] = list(turn.tokens)
         reply_body["prompt_token_ids"] = list(turn.prompt_tokens)
     return reply_body
+
+
+def completions_body(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]) -> dict[str, Any]:
+    """Build the body of a reply to a request to /v1/completions. Of each prompt, the first token has no logprob."""
+    choices = [
+        _completion(index, request, reply) for index, (request, reply) in enumerate(zip(requests, replies, strict=True))
+    ]
+    usages = [_usage(reply.turn) for reply in replies]
+    usage = {name: sum(item[name] for item in usages) for name in usages[0]}
+    return _common_fields(requests[0], replies[0], "text_completion") | {"choices": choices, "usage": usage}
+
+
+def _completion(index: int, request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+    turn, scores = reply.turn, reply.scores
+    ids, logprobs, top_logprobs = [*turn.tokens], [*turn.logprobs], None
+    if scores is not None:
+        ids, logprobs = [*turn.prompt_tokens[1:], *ids], [*scores.logprobs, *logprobs]
+        likeliest = zip(scores.top_tokens, scores.top_logprobs, strict=True)
+        top_logprobs = [
+            {f"token_id:{id}": logprob, f"token_id:{top}": top_logprob}
+            for id, logprob, (top, top_logprob) in zip(ids, logprobs, likeliest, strict=False)
+        ]
+    first = [] if scores is None else [None]
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": reply.prompt_text + reply.message.content,
+        "finish_reason": reply.finish_reason,
+        "logprobs": {
+            "tokens": [f"token_id:{id}" for id in (*turn.prompt_tokens[: len(first)], *ids)],
+            "token_logprobs": [*first, *logprobs],
+            "top_logprobs": top_logprobs and [*first, *top_logprobs],
+        }
+        if request.with_logprobs
+        else None,
+    }
+    if request.with_token_ids:
+        choice |= {"token_ids": list(turn.tokens), "prompt_token_ids": list(turn.prompt_tokens)}
+    return choice
 
 
 def generate_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from staleflow.tasks.rendering.turn_params import TurnParams
 MAX_SHOWN_CHARS = 60
 """Maximum characters of a request's value that an error message shows."""
 MAX_MESSAGES = 10_000
+MAX_PROMPTS = 128
+"""Prompts of a request to /v1/completions."""
 MAX_STOPS = 16
 """Stop strings of a request. OpenAI's own limit is 4; each is searched for after each token."""
 MAX_STOP_CHARS = 200
@@ -109,9 +111,10 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a turn, with messages or with token ids.
+    """A request for a turn, with messages, with token ids, or with a text that the turn continues as it is.
 
     Args:
+        echo: Whether the reply scores the prompt, instead of a turn. If max_tokens is 1, the most likely token follows.
         tools: Definitions of tools as JSON; empty if there are none.
         stop: Stop criteria in addition to the model's end tokens.
         include_stop: Whether the reply includes the stop string that ended the turn.
@@ -125,6 +128,8 @@ class ChatRequest:
     model: str
     messages: tuple[ChatMessage, ...] = ()
     token_ids: tuple[int, ...] | None = None
+    text: str | None = None
+    echo: bool = False
     tools: str = ""
     max_tokens: int = 0
     stop: StopCriteria = NO_STOP
@@ -175,9 +180,9 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
     return value
 
 
-def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Parse the body of a request to /v1/chat/completions. Raises RequestError. temperature: the engine's. sampling:
-    how to handle other sampling parameters."""
+def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> list[ChatRequest]:
+    """Parse the body of a request to /v1/chat/completions, which is for one turn. Raises RequestError. temperature: the
+    engine's. sampling: how to handle other sampling parameters."""
     unread_fields = dict(body)
     model = _require_text(unread_fields.pop("model", None), "model")
     messages = _parse_messages(unread_fields.pop("messages", None))
@@ -200,22 +205,65 @@ def parse_chat(body: Mapping[str, Any], *, temperature: float, sampling: Samplin
     stop, include_stop = _pop_stop(unread_fields), _pop_bool(unread_fields, "include_stop_str_in_output")
     number, overridden = _pop_sampling(unread_fields, temperature, sampling)
     _refuse_unknown(unread_fields)
-    return ChatRequest(
+    request = ChatRequest(
         model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=include_stop,
         with_tool_calls=tool_choice != "none" and bool(tools), stream=stream,
         with_usage=bool(stream_options.get("include_usage")), with_logprobs=with_logprobs,
         with_token_ids=with_token_ids, auxiliary=auxiliary, overridden=overridden, temperature=number,
     )  # fmt: skip
+    return [request]
 
 
-def parse_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
+def parse_completions(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> list[ChatRequest]:
+    """Parse the body of a request to /v1/completions: a turn for each of its prompts, which are texts or lists of token
+    ids. Raises RequestError."""
+    unread_fields = dict(body)
+    model = _require_text(unread_fields.pop("model", None), "model")
+    prompts = _parse_prompts(unread_fields.pop("prompt", None))
+    echo, with_token_ids = _pop_bool(unread_fields, "echo"), _pop_bool(unread_fields, "return_token_ids")
+    if _pop_bool(unread_fields, "stream"):
+        raise RequestError(400, "stream: completions are sent in one reply; use /v1/chat/completions to stream texts")
+    num_logprobs = unread_fields.pop("logprobs", None)
+    if num_logprobs is not None and (not _is_int(num_logprobs) or not 0 <= num_logprobs <= echo):
+        raise RequestError(400, f"logprobs must be 0, or 1 with echo, not {_shorten(num_logprobs)}")
+    no_tokens = echo and unread_fields.get("max_tokens") == 0
+    if no_tokens:
+        del unread_fields["max_tokens"]
+    max_tokens, stop = _pop_max_tokens(unread_fields, ("max_tokens",)), _pop_stop(unread_fields)
+    number, overridden = _pop_sampling(unread_fields, temperature, sampling)
+    _refuse_unknown(unread_fields)
+    if echo and (num_logprobs is None or not (no_tokens or (max_tokens == 1 and number == 0))):
+        raise RequestError(
+            400, "echo: a prompt is only scored; use logprobs = 1, and max_tokens = 0, or 1 at temperature = 0"
+        )
+    return [
+        ChatRequest(
+            model=model, token_ids=None if isinstance(prompt, str) else prompt,
+            text=prompt if isinstance(prompt, str) else None, echo=echo, max_tokens=max_tokens, stop=stop,
+            with_tool_calls=False, with_logprobs=num_logprobs is not None, with_token_ids=with_token_ids,
+            overridden=overridden, temperature=number,
+        )
+        for prompt in prompts
+    ]  # fmt: skip
+
+
+def _parse_prompts(value: Any) -> list[str | tuple[int, ...]]:
+    """Parse a text, token ids, or a list of texts or of lists of token ids. Raises RequestError."""
+    prompts = value if isinstance(value, list) and not (value and _is_int(value[0])) else [value]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise RequestError(400, f"prompt has {len(prompts)} texts; a request may have 1 to {MAX_PROMPTS}")
+    return [
+        _require_text(prompt, "prompt") if isinstance(prompt, str) else _require_ids(prompt, "prompt")
+        for prompt in prompts
+    ]
+
+
+def parse_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> list[ChatRequest]:
     """Parse the body of a request to /inference/v1/generate, which has token ids instead of messages. Raises
     RequestError."""
     unread_fields = dict(body)
     model = _require_text(unread_fields.pop("model", None), "model")
-    ids = unread_fields.pop("token_ids", None)
-    if not isinstance(ids, list) or not ids or not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
-        raise RequestError(400, f"token_ids must be a list of token ids, not {_shorten(ids)}")
+    ids = _require_ids(unread_fields.pop("token_ids", None), "token_ids")
     params = unread_fields.pop("sampling_params", None)
     if not isinstance(params, dict):
         raise RequestError(400, f"sampling_params must be an object, not {_shorten(params)}")
@@ -233,10 +281,11 @@ def parse_generate(body: Mapping[str, Any], *, temperature: float, sampling: Sam
     max_tokens, stop = _pop_max_tokens(unread_params, ("max_tokens",)), _pop_stop(unread_params, "sampling_params.")
     number, overridden = _pop_sampling(unread_params, temperature, sampling)
     _refuse_unknown(unread_params, "sampling_params.")
-    return ChatRequest(
-        model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_token_ids=True,
+    request = ChatRequest(
+        model=model, token_ids=ids, max_tokens=max_tokens, stop=stop, with_logprobs=True, with_token_ids=True,
         overridden=overridden, with_tool_calls=False, auxiliary=auxiliary, temperature=number,
     )  # fmt: skip
+    return [request]
 
 
 def _refuse_unknown(unread_fields: dict[str, Any], prefix: str = "") -> None:
@@ -414,6 +463,12 @@ def _require_text(value: Any, name: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(400, f"{name} is not valid Unicode: {error.reason} at character {error.start}") from error
     return value
+
+
+def _require_ids(value: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(_is_int(id) and 0 <= id < 2**31 for id in value):
+        raise RequestError(400, f"{name} must be a list of token ids, not {_shorten(value)}")
+    return tuple(value)
 
 
 def _can_be_sampled(text: str) -> bool:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import threading
 import time
+from dataclasses import replace
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import TurnReply, build_reply, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, to_model_message
-from staleflow.tasks.engines.base import Engine, FailedRequest, Request, SampledTokens
+from staleflow.tasks.engines.base import Engine, FailedRequest, Request, SampledTokens, TokenScores
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Seconds of one wait for the engine's events."""
@@ -33,7 +37,7 @@ class ServedPolicy:
             inserted into `template`.
         template: Text with `{observation}`, used without a chat template.
         max_context: Maximum tokens of a prompt and its response.
-        max_new_tokens: Maximum tokens of a response.
+        max_new_tokens: Maximum tokens of a response, unless the request has its own limit.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class ServedPolicy:
         self._request_ids = itertools.count()
         self._pending: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
         self._loop = asyncio.get_running_loop()
+        self._unscored: list[tuple[tuple[int, ...], asyncio.Future[TokenScores]]] = []
+        self._scoring: asyncio.Task[None] | None = None
         self._closed = threading.Event()
         self._failed = False
         self.pending_bytes = 0
@@ -77,9 +83,7 @@ class ServedPolicy:
         prompt_tokens = self._encode(request)
         if not prompt_tokens:
             raise RequestError(400, "the messages have no tokens; send at least one text", "invalid_value")
-        max_tokens = min(
-            request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._max_context - len(prompt_tokens)
-        )
+        max_tokens = min(request.max_tokens or self._max_new_tokens, self._max_context - len(prompt_tokens))
         if max_tokens < 1:
             reason = f"the prompt has {len(prompt_tokens)} tokens; it must have fewer than {self._max_context}"
             raise RequestError(400, reason, "context_length_exceeded")
@@ -96,6 +100,8 @@ class ServedPolicy:
         if self._failed:
             raise RequestError(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         request_id = next(self._request_ids)
+        if request.echo:
+            return await self._score_prompt(request, prompt_tokens, request_id)
         future = self._pending[request_id] = self._loop.create_future()
         engine_request = Request(
             trajectory=TrajectoryId(request_id),
@@ -126,6 +132,41 @@ class ServedPolicy:
         )
         return build_reply(f"chatcmpl-{request_id}", request_id, int(time.time()), turn, request)
 
+    async def _score_prompt(self, request: ChatRequest, prompt_tokens: tuple[int, ...], id: int) -> TurnReply:
+        """Score a prompt, together with those that arrived while the engine scored others. Raises RequestError."""
+        future: asyncio.Future[TokenScores] = self._loop.create_future()
+        self._unscored.append((prompt_tokens, future))
+        if self._scoring is None or self._scoring.done():
+            self._scoring = asyncio.ensure_future(self._score_waiting())
+        scores = await future
+        tokens = scores.top_tokens[-1:] if request.max_tokens else ()
+        turn = SampledTurn(
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            logprobs=scores.top_logprobs[-1:] if request.max_tokens else (),
+            text=self._tokenizer.text(tokens),
+            truncated=True,
+        )
+        reply = build_reply(f"cmpl-{id}", id, int(time.time()), turn, request)
+        return replace(reply, scores=scores, prompt_text=self._tokenizer.text(prompt_tokens, special=True))
+
+    async def _score_waiting(self) -> None:
+        """Score all waiting prompts, until there are none."""
+        while self._unscored:
+            waiting, self._unscored = self._unscored, []
+            try:
+                all_scores = await asyncio.to_thread(self._engine.score, [tokens for tokens, _ in waiting])
+            except Exception:
+                logger.exception("the engine could not score %d prompts", len(waiting))
+                error = RequestError(503, "the engine failed on this request; try again", "engine_failed", 1.0)
+                for _, future in waiting:
+                    if not future.done():
+                        future.set_exception(error)
+            else:
+                for (_, future), scores in zip(waiting, all_scores, strict=True):
+                    if not future.done():  # its client may have left
+                        future.set_result(scores)
+
     def close(self) -> None:
         """Stop serving."""
         self._closed.set()
@@ -135,6 +176,8 @@ class ServedPolicy:
         """Encode the messages of a request. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
+        if request.text is not None:
+            return self._tokenizer.ids(request.text)
         messages = [to_model_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
         try:
             if self._chat:

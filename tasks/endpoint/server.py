@@ -12,7 +12,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,13 +27,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from staleflow.stores.errors import ConfigError, raised_as, strerror
 from staleflow.tasks.endpoint.connections import timed_protocol
 from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
-from staleflow.tasks.endpoint.replies import TurnReply, completion_body, error_body, generate_body, stream_events
+from staleflow.tasks.endpoint.replies import (
+    TurnReply,
+    completion_body,
+    completions_body,
+    error_body,
+    generate_body,
+    stream_events,
+)
 from staleflow.tasks.endpoint.requests import (
     AUXILIARY_HEADER,
     ChatRequest,
     RequestError,
     SamplingRule,
     parse_chat,
+    parse_completions,
     parse_generate,
     parse_json,
 )
@@ -52,7 +60,9 @@ CLIENT_CLOSED = 499
 START_S = 10.0
 """Seconds in which the server must listen."""
 
-RequestParser = Callable[..., ChatRequest]
+RequestParser = Callable[..., list[ChatRequest]]
+"""Parses the body of a request, which is for one turn or several."""
+ResponseBuilder = Callable[[Sequence[ChatRequest], Sequence[TurnReply]], Response]
 
 
 class TurnSource(Protocol):
@@ -154,6 +164,9 @@ class EndpointServer:
         ]
         chat = self._turn_handler(parse_chat, _chat_response)
         generate = self._turn_handler(parse_generate, _generate_response)
+        if self._served_policy is not None:
+            completions = self._turn_handler(parse_completions, _completions_response)
+            routes.append(Route("/v1/completions", completions, methods=["POST"]))
         for base in ("", "/session/{key}"):
             routes += [
                 Route(f"{base}/v1/chat/completions", chat, methods=["POST"]),
@@ -186,7 +199,7 @@ class EndpointServer:
     def _model_card(self) -> dict[str, Any]:
         return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
 
-    def _turn_handler(self, parse: RequestParser, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
+    def _turn_handler(self, parse: RequestParser, to_response: ResponseBuilder) -> Any:
         async def handle(request: Request) -> Response:
             # A session's turn always gets a slot; requests to a served policy are refused beyond the limit.
             with self._request_slot(unlimited=self._served_policy is None):
@@ -195,15 +208,17 @@ class EndpointServer:
                     async with self._read_slots:
                         body = await self._read_body(request, pending)
                         fields = parse_json(body)
-                        chat = parse(fields, temperature=self._settings.temperature, sampling=self._sampling_rule)
+                        chats = parse(fields, temperature=self._settings.temperature, sampling=self._sampling_rule)
                     auxiliary = request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true")
-                    chat = replace(chat, num_bytes=len(body), auxiliary=chat.auxiliary or auxiliary)
+                    chats = [replace(c, num_bytes=len(body), auxiliary=c.auxiliary or auxiliary) for c in chats]
                     del body
-                    self._check_ids(chat)
+                    for chat in chats:
+                        self._check_ids(chat)
                     started_s = time.monotonic()
-                    reply = await _unless_disconnected(request, session.request_turn(chat))
-                self._metrics.observe_turn(time.monotonic() - started_s, len(reply.turn.tokens))
-                return to_response(chat, reply)
+                    replies = await _unless_disconnected(request, [session.request_turn(chat) for chat in chats])
+                for reply in replies:
+                    self._metrics.observe_turn(time.monotonic() - started_s, len(reply.turn.tokens))
+                return to_response(chats, replies)
 
         return handle
 
@@ -337,19 +352,24 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-async def _unless_disconnected(request: Request, turn_request: Coroutine[Any, Any, TurnReply]) -> TurnReply:
-    """Wait for a turn; raise RequestError as soon as the client disconnects. The turn itself continues, and a repeated
-    request gets it."""
-    turn, disconnect = asyncio.ensure_future(turn_request), asyncio.ensure_future(_wait_for_disconnect(request))
+async def _unless_disconnected(
+    request: Request, turn_requests: Sequence[Coroutine[Any, Any, TurnReply]]
+) -> list[TurnReply]:
+    """Wait for turns; raise RequestError as soon as one fails or the client disconnects. A session's turn itself
+    continues, and a repeated request gets it."""
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    tasks = [asyncio.ensure_future(turn_request) for turn_request in turn_requests]
+    turns = asyncio.gather(*tasks)
+    pending: set[asyncio.Future[Any]] = {turns, disconnect}
     try:
-        await asyncio.wait({turn, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not turn.done():
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if not turns.done():
             raise RequestError(CLIENT_CLOSED, "the client closed the connection", "client_gone")
-        return turn.result()
+        return turns.result()
     finally:
-        for task in (turn, disconnect):
-            task.cancel()
-        await asyncio.wait({turn, disconnect})
+        for future in (disconnect, *tasks):
+            future.cancel()
+        await asyncio.wait({*pending, *tasks})
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -372,14 +392,20 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     return _error_response(error)
 
 
-def _chat_response(request: ChatRequest, reply: TurnReply) -> Response:
+def _chat_response(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]) -> Response:
+    (request,), (reply,) = requests, replies
     if request.stream:
         return Response("".join(stream_events(request, reply)), media_type="text/event-stream")
     return _json(completion_body(request, reply))
 
 
-def _generate_response(request: ChatRequest, reply: TurnReply) -> Response:
+def _generate_response(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]) -> Response:
+    (request,), (reply,) = requests, replies
     return _json(generate_body(request, reply))
+
+
+def _completions_response(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]) -> Response:
+    return _json(completions_body(requests, replies))
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -69,6 +69,19 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """Logprobs of the tokens of a sequence, and of the most likely token at each position, each given all tokens
+    before it, nats."""
+
+    logprobs: tuple[float, ...]
+    """Of tokens[1:]."""
+    top_tokens: tuple[int, ...]
+    """The most likely token after each token; the last one would continue the sequence."""
+    top_logprobs: tuple[float, ...]
+    """Of top_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResponses:
     """Responses to one prompt, as token ids by trajectory."""
 
@@ -143,7 +156,7 @@ class LoadResult:
     stalled_s: float
     """Seconds that decoding paused."""
     probe_logprobs: tuple[float, ...] = ()
-    """Logprobs of the probe's tokens; see Engine.logprobs."""
+    """Logprobs of the probe's tokens; see Engine.score."""
 
 
 class Engine(Protocol):
@@ -192,7 +205,7 @@ class Engine(Protocol):
 
     def sleep(self) -> None:
         """Free the device: drop the weights and all caches until the next `load`. Idempotent. After it, `submit` and
-        `logprobs` may be called again only once weights are loaded. Raises ProtocolViolation if a request is
+        `score` may be called again only once weights are loaded. Raises ProtocolViolation if a request is
         running."""
         ...
 
@@ -200,10 +213,10 @@ class Engine(Protocol):
         """Wait up to `timeout_s` for a request to end. Returns those that have ended since the last call."""
         ...
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
-        """Logprobs of tokens[1:], nats, each given all tokens before it, under the current weights. Delays running
-        requests by at most one decode step. Called by several threads at once, and with a temperature other than 1 only
-        if the settings' `scores_at_any_temperature`."""
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
+        """Compute the logprobs of sequences' tokens under the current weights, of several sequences in a forward pass.
+        Running requests go on between two passes, unless both are of one long sequence. Called by several threads at
+        once, and with a temperature other than 1 only if the settings' `scores_at_any_temperature`."""
         ...
 
     def load_statistics(self) -> EngineLoad: ...

@@ -42,6 +42,7 @@ from staleflow.tasks.engines.base import (
     PromptResponses,
     Request,
     SampledTokens,
+    TokenScores,
 )
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
@@ -77,6 +78,16 @@ def emulated_ids(key: int, start: int, count: int) -> IntArray:
 def word_logprobs(tokens: IntArray) -> FloatArray:
     """[T] synthetic logprobs of tokens, in nats. They depend only on the token, not on the version."""
     return (-0.5 - (tokens % 13) / 10).astype(np.float32)
+
+
+def word_scores(tokens: Sequence[int]) -> TokenScores:
+    """Synthetic scores of tokens. Token 0 is the most likely one everywhere."""
+    (top_logprob,) = word_logprobs(np.zeros(1, np.int32)).tolist()
+    return TokenScores(
+        logprobs=tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist()),
+        top_tokens=(0,) * len(tokens),
+        top_logprobs=(top_logprob,) * len(tokens),
+    )
 
 
 @dataclass(slots=True)
@@ -226,10 +237,10 @@ class EmulatedEngine:
             outputs, self._outputs = self._outputs, []
             return outputs
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         with self._condition:
             self._check()
-        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+        return [word_scores(tokens) for tokens in sequences]
 
     def load_statistics(self) -> EngineLoad:
         with self._condition:

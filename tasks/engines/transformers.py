@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines import row_attention
-from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult
+from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, TokenScores
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.response_drafter import Drafter
@@ -88,8 +89,10 @@ class TransformersEngine(EngineThread):
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
         return make_load_result(version, tensors, published, started_s, stalled_s)
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
-        return self._call(lambda: self._compute_logprobs(tokens, temperature)).result()
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
+        passes = split_passes(sequences, self._settings.max_batch_tokens if self._row_model.cache.can_crop else 0)
+        futures = [self._call(partial(self._score_together, together, temperature)) for together in passes]
+        return [scores for future in futures for scores in future.result()]
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -232,17 +235,29 @@ class TransformersEngine(EngineThread):
             self._scheduler.change_weights(keep=self._settings.keep_cache)
         return time.monotonic() - started_s
 
-    def _compute_logprobs(self, tokens: Sequence[int], temperature: float) -> tuple[float, ...]:
-        row, cache = BatchRow(), self._row_model.new_cache()
-        pass_tokens = self._settings.max_batch_tokens if self._row_model.cache.can_split_input else len(tokens)
-        logprobs = list[float]()
-        while row.length < len(tokens) - 1:
-            new_tokens = tokens[row.length : min(row.length + pass_tokens, len(tokens) - 1)]
-            (logits,) = self._row_model.logits([(row, new_tokens)], [len(new_tokens)], cache)
-            row.length += len(new_tokens)
-            targets = torch.tensor(tokens[len(logprobs) + 1 : row.length + 1], device=logits.device)[:, None]
-            logprobs += (logits.float() / temperature).log_softmax(-1).gather(1, targets)[:, 0].tolist()
-        return tuple(logprobs)
+    def _score_together(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[TokenScores]:
+        """Score sequences in one forward pass, or a single long one in several."""
+        rows, cache = [BatchRow() for _ in sequences], self._row_model.new_cache()
+        longest = max(map(len, sequences))
+        pass_tokens = self._settings.max_batch_tokens if self._row_model.cache.can_split_input else longest
+        parts: list[list[TokenScores]] = [[] for _ in sequences]
+        for start in range(0, longest, pass_tokens):
+            new_tokens = [tokens[start : start + pass_tokens] for tokens in sequences]
+            lengths = [len(tokens) for tokens in new_tokens]
+            all_logits = self._row_model.logits(list(zip(rows, new_tokens, strict=True)), lengths, cache)
+            for row, tokens, logits, row_parts in zip(rows, sequences, all_logits, parts, strict=True):
+                row_parts.append(
+                    score_tokens(logits.float() / temperature, tokens[start + 1 : start + 1 + len(logits)])
+                )
+                row.length += len(logits)
+        return [
+            TokenScores(
+                logprobs=tuple(x for part in row_parts for x in part.logprobs),
+                top_tokens=tuple(x for part in row_parts for x in part.top_tokens),
+                top_logprobs=tuple(x for part in row_parts for x in part.top_logprobs),
+            )
+            for row_parts in parts
+        ]
 
     def _make_drafter(self) -> Drafter | None:
         speculation = self._settings.speculation
@@ -289,6 +304,35 @@ def resolve_device(name: str) -> str:
     if name == "cuda":
         torch.set_float32_matmul_precision("high")
     return name
+
+
+def split_passes(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[Sequence[int]]]:
+    """Split sequences into forward passes of at most so many tokens, but at least one sequence, in order.
+
+    >>> list(split_passes([[1, 2], [3], [4, 5, 6, 7], [8]], max_tokens=3))
+    [[[1, 2], [3]], [[4, 5, 6, 7]], [[8]]]
+    """
+    pass_sequences: list[Sequence[int]] = []
+    for tokens in sequences:
+        if pass_sequences and sum(map(len, pass_sequences)) + len(tokens) > max_tokens:
+            yield pass_sequences
+            pass_sequences = []
+        pass_sequences.append(tokens)
+    if pass_sequences:
+        yield pass_sequences
+
+
+def score_tokens(logits: torch.Tensor, next_tokens: Sequence[int]) -> TokenScores:
+    """Score tokens by the [positions, vocabulary] logits before each of them. At a sequence's end there is one more
+    position than tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    targets = torch.tensor(next_tokens, device=logits.device, dtype=torch.long)[:, None]
+    top_logprobs, top_tokens = logprobs.max(-1)
+    return TokenScores(
+        logprobs=tuple(logprobs[: len(targets)].gather(1, targets)[:, 0].tolist()),
+        top_tokens=tuple(top_tokens.tolist()),
+        top_logprobs=tuple(top_logprobs.tolist()),
+    )
 
 
 def forward_logprobs(model: Any, tokens: Sequence[int], device: str = "") -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport, sum_reports
 from staleflow.tasks.engines import adapters, vllm_arguments
-from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request
+from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request, TokenScores
 from staleflow.tasks.engines.engine_settings import VllmSettings
 from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
@@ -85,12 +86,12 @@ class VllmEngine(EngineThread):
             stalled_s=stalled_s,
         )
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         assert temperature == 1.0, "vLLM's logprobs of given tokens are those of the model's own distribution"
-        future: Future[Any] = Future()
-        self._call(lambda: self._add_probe(tokens, future))
-        logprobs: tuple[float, ...] = future.result()
-        return logprobs
+        futures: list[Future[TokenScores]] = [Future() for _ in sequences]
+        for tokens, future in zip(sequences, futures, strict=True):
+            self._call(partial(self._add_probe, tokens, future))
+        return [future.result() for future in futures]
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class VllmEngine(EngineThread):
 
         self._num_probes += 1
         key = f"probe-{self._num_probes}"
-        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        sampling_params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=1, detokenize=False)
         try:
             # Before all waiting requests, because a load waits for its probe.
             self._add(key, tokens, sampling_params, self.version, priority=-1)
@@ -239,9 +240,8 @@ class VllmEngine(EngineThread):
         outputs = self._engine.engine_core.get_output().outputs
         with self._condition:
             for output in outputs:
-                if output.request_id in self._probes and output.new_prompt_logprobs_tensors is not None:
-                    (logprobs,) = output.new_prompt_logprobs_tensors.logprobs[:, :1].T.tolist()
-                    self._probes.pop(output.request_id).set_result(tuple(logprobs))
+                if output.request_id in self._probes and output.new_token_ids:
+                    self._probes.pop(output.request_id).set_result(scores_of(output))
                 running = self._requests.get(output.request_id)
                 if running is None:
                     continue
@@ -301,6 +301,18 @@ class VllmEngine(EngineThread):
             return reports
 
         return sum_reports(self._call(compare).result() if self._settings.tensor_parallel > 1 else compare())
+
+
+def scores_of(output: Any) -> TokenScores:
+    """The scores of a probe's tokens, from vLLM's output with the token that it sampled after them. The columns of its
+    tensors are the sequence's own token and the most likely one."""
+    prompt = output.new_prompt_logprobs_tensors
+    ids, logprobs = ([], []) if prompt is None else (prompt.logprob_token_ids.tolist(), prompt.logprobs.tolist())
+    return TokenScores(
+        logprobs=tuple(own for own, _ in logprobs),
+        top_tokens=(*(top for _, top in ids), output.new_token_ids[0]),
+        top_logprobs=(*(top for _, top in logprobs), float(output.new_logprobs.logprobs[0, 0])),
+    )
 
 
 def make_engine(settings: VllmSettings) -> Any:

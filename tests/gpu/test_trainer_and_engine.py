@@ -178,7 +178,7 @@ def test_an_engine_serves_the_published_weights(model: Path, tmp_path: Path, dev
         folder.publish(PolicyVersion(1), dict(changed.named_parameters()))
         engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
         expected = forward_logprobs(changed, TOKENS)
-        difference = max(abs(a - b) for a, b in zip(engine.logprobs(TOKENS), expected, strict=True))
+        difference = max(abs(a - b) for a, b in zip(engine.score([TOKENS])[0].logprobs, expected, strict=True))
         assert difference < (1e-3 if dtype == "float32" else 0.3)
     finally:
         engine.close()
@@ -213,7 +213,9 @@ def test_an_engine_has_the_logprobs_of_the_trained_policy(model: Path, tmp_path:
         engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
         plain = load_model(str(model), "float32", "cpu", "sdpa")
         plain.load_state_dict(trained, strict=False)
-        drift = [abs(a - b) for a, b in zip(engine.logprobs(TOKENS), forward_logprobs(plain, TOKENS), strict=True)]
+        drift = [
+            abs(a - b) for a, b in zip(engine.score([TOKENS])[0].logprobs, forward_logprobs(plain, TOKENS), strict=True)
+        ]
         assert max(drift) < (5e-3 if dtype == "float32" else 0.3)
     finally:
         engine.close()

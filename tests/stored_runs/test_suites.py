@@ -2,36 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from staleflow.pipeline.runtime.evaluation_results import read_suites, remove_evaluations_after, write_suite
-from staleflow.pipeline.stored_runs import suites
+from staleflow.pipeline.stored_runs import suite_process, suites
+from staleflow.pipeline.stored_runs.completions_probe import CompletionsServer
 from staleflow.pipeline.stored_runs.hub import model_card
 from staleflow.pipeline.stored_runs.run_facts import read_facts
-from staleflow.pipeline.stored_runs.suite_process import task_metrics
-from staleflow.pipeline.stored_runs.suites import CODEC, SuiteMetric, SuiteSettings, as_evaluations, run_suite
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.pipeline.stored_runs.serving import make_serving_plan
+from staleflow.pipeline.stored_runs.suite_process import RefusalHandler, adds_first_token, task_metrics
+from staleflow.pipeline.stored_runs.suites import (
+    CODEC,
+    SuiteMetric,
+    SuiteSettings,
+    as_evaluations,
+    evaluate_plan,
+    run_suite,
+)
+from staleflow.stores.errors import ConfigError, StoreError, SuiteFailed
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
+from tests.tasks.chat_models import chat_tokenizer
 
-TASK = """
-task: colors
+ROWS = """
+task: {task}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/rows.jsonl}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
-doc_to_choice: [" red", " blue"]
-doc_to_target: label
-metric_list:
-  - metric: acc
 """
+TASKS = {
+    "choices": ROWS
+    + """
+output_type: multiple_choice
+doc_to_choice: ["3", "7"]
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+""",
+    "texts": ROWS
+    + """
+output_type: generate_until
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["+", ";"], max_gen_toks: 12}}
+filter_list:
+  - name: digit
+    filter: [{{function: regex, regex_pattern: "([0-9])"}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match}}]
+""",
+    "documents": ROWS.replace('doc_to_text: "{{{{question}}}}"', "")
+    + """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}{{{{answer}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+""",
+}
+"""Tasks of lm-eval that send each kind of request."""
+SAMPLING = {
+    "sampled": "until: ['+'], max_gen_toks: 12, temperature: 0.5",
+    "top_p": "until: ['+'], max_gen_toks: 12, temperature: 0.5, top_p: 0.9",
+}
+"""Sampling parameters of tasks, by task."""
 
 
 def test_a_missing_lm_eval_gives_a_one_line_error_with_the_extra(
@@ -60,7 +102,7 @@ def test_figures_of_a_checkpoint_are_kept_until_its_run_resumes_before_it(tmp_pa
     metric = SuiteMetric(
         task="gsm8k", metric="exact_match", filter="strict", value=0.25, stderr=0.03, num_documents=200, num_shots=5
     )
-    settings = SuiteSettings(model="m", tasks=("gsm8k",), limit=200, chat=True)
+    settings = SuiteSettings(tasks=("gsm8k",), limit=200, chat=True)
     assert read_suites(tmp_path) == []
     for version, value in ((10, 0.1), (20, 0.2), (20, 0.3)):  # the last one is run again
         figures = [replace(metric, value=value), replace(metric, metric="acc", value=math.nan)]
@@ -84,7 +126,16 @@ def test_the_command_keeps_the_figures_of_a_run(stored: Path, monkeypatch: pytes
     """They are in the comparison with another run, and in the model card."""
     metric = SuiteMetric(task="piqa", metric="acc", filter="none", value=0.5, stderr=0.1, num_documents=20, num_shots=0)
     monkeypatch.setattr(suites, "check_lm_eval", lambda python: None)
-    monkeypatch.setattr(suites, "run_suite", lambda settings, python: [metric])
+
+    async def evaluate_plan(
+        plan: Any, settings: SuiteSettings, python: str, *, url: str, key: str
+    ) -> list[SuiteMetric]:
+        return [metric]
+
+    monkeypatch.setattr(suites, "evaluate_plan", evaluate_plan)
+    elsewhere = command("eval", stored, "--tasks", "piqa", "--url", "http://localhost:1/v1")
+    assert elsewhere.stdout.startswith("piqa: acc 0.5000")
+    assert read_suites(stored) == []  # of a server that may have another policy
     end = command("eval", stored, "--tasks", "piqa")
     assert (end.returncode, end.stdout) == (0, "piqa: acc 0.5000 ± 0.1000, 0-shot, 20 documents\n")
     assert "compare` and the run page show it" in end.stderr
@@ -95,16 +146,85 @@ def test_the_command_keeps_the_figures_of_a_run(stored: Path, monkeypatch: pytes
     assert f"| {suite.version} | piqa acc, 0-shot | 0.500 ± 0.100 |" in model_card(stored, title="a model")
 
 
-def test_a_task_folder_runs_and_an_unknown_task_gives_a_one_line_error(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tasks. Skips the test where lm-eval is not installed."""
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    rows = [{"question": f"{i} is", "label": i % 2} for i in range(4)]
+    rows = [{"question": f"{i}+{j}=", "label": (i + j) % 2, "answer": str(i % 10)} for i in range(3) for j in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "colors.yaml").write_text(TASK.format(folder=tmp_path))
-    settings = SuiteSettings(model=str(tiny_model), tasks=("colors",), include=str(tmp_path), limit=3)
-    (figure,) = run_suite(settings, sys.executable)
-    assert (figure.task, figure.metric, figure.num_documents) == ("colors", "acc", 3)
+    for task, text in TASKS.items():
+        (tmp_path / f"{task}.yaml").write_text(text.format(task=task, folder=tmp_path))
+    for task, parameters in SAMPLING.items():
+        text = TASKS["texts"].format(task=task, folder=tmp_path)
+        (tmp_path / f"{task}.yaml").write_text(f"{text}generation_kwargs: {{{parameters}, do_sample: true}}")
+    return tmp_path
+
+
+@pytest.mark.timeout(1200)
+async def test_figures_are_those_of_lm_eval_with_the_model_loaded_by_transformers(
+    tasks: Path, tiny_model: Path
+) -> None:
+    """For choices, texts, and logprobs of whole documents."""
+    settings = SuiteSettings(tasks=tuple(TASKS), include=str(tasks), limit=25)
+    figures = await evaluate_plan(make_serving_plan(str(tiny_model)), settings, sys.executable)
+    import lm_eval
+
+    own: Any = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": str(tiny_model), "dtype": "float32"}, tasks=list(TASKS), device="cpu",
+        limit=25, task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks)),
+    )  # fmt: skip
+    assert {figure.task for figure in figures} == set(TASKS)
+    for figure in figures:
+        expected = own["results"][figure.task][f"{figure.metric},{figure.filter}"]
+        assert figure.value == pytest.approx(expected, rel=1e-4), figure
+        assert figure.num_documents == 25
+    (chosen,) = (figure.value for figure in figures if figure.task == "choices")
+    assert 0 < chosen < 1
+
+
+@pytest.mark.timeout(1200)
+async def test_a_task_that_cannot_run_gives_a_one_line_error(tasks: Path, tiny_model: Path) -> None:
+    plan, settings = make_serving_plan(str(tiny_model)), SuiteSettings(tasks=("shapes",), include=str(tasks))
     with pytest.raises(ConfigError, match="lm-eval has no task 'shapes'"):
-        run_suite(SuiteSettings(model=str(tiny_model), tasks=("shapes",)), sys.executable)
+        await evaluate_plan(plan, settings, sys.executable)
+    with pytest.raises(SuiteFailed, match="lm-eval failed: the server refused a request: top_p: a served policy"):
+        await evaluate_plan(plan, replace(settings, tasks=("top_p",)), sys.executable)
+    (sampled,) = await evaluate_plan(plan, replace(settings, tasks=("sampled",), limit=4), sys.executable)
+    assert (sampled.task, sampled.num_documents) == ("sampled", 4)
+
+
+def test_the_reason_of_a_refused_request_is_kept_from_lm_evals_log() -> None:
+    handler = RefusalHandler()
+    body = json.dumps({"error": {"message": 'stop: "a" is\ntoo long', "code": "invalid"}})
+    for text in ("it starts", f"API request failed! Status code: 400, Response text: {body}. Retrying...", "it ends"):
+        handler.handle(logging.makeLogRecord({"msg": text}))
+    assert handler.reason == 'the server refused a request: stop: "a" is\ntoo long'
+
+
+def test_prompts_get_a_first_token_if_the_tokenizer_adds_one_and_the_template_does_not(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("llama3")  # its template begins with the first token
+    tokenizer.save_pretrained(tmp_path)
+    assert not adds_first_token(str(tmp_path), chat=False)
+    first = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    tokenizer.save_pretrained(tmp_path)
+    assert adds_first_token(str(tmp_path), chat=False)
+    assert not adds_first_token(str(tmp_path), chat=True)
+
+
+async def test_a_cancelled_suite_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, started = tmp_path / "program.py", tmp_path / "started"
+    program.write_text(f"import os, pathlib, time\npathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+                       "time.sleep(600)\n")  # fmt: skip
+    monkeypatch.setattr(suite_process, "__file__", str(program))
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    server = CompletionsServer(url="", key="", model="", tokenizer="", context=8, concurrency=1)
+    task = asyncio.ensure_future(run_suite(SuiteSettings(tasks=("a",)), server, sys.executable))
+    async with asyncio.timeout(120):
+        while not started.exists() or not started.read_text():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.wait({task})
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

@@ -40,8 +40,16 @@ from staleflow.tasks.actors.trainer import PublishedStep, Trainer
 from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
-from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, PromptResponses, Request, SampledTokens
-from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
+from staleflow.tasks.engines.base import (
+    EngineLoad,
+    FailedRequest,
+    LoadResult,
+    PromptResponses,
+    Request,
+    SampledTokens,
+    TokenScores,
+)
+from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs, word_scores
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.rank import Rank, rank_name
@@ -308,10 +316,11 @@ class VirtualEngine:
         await asyncio.sleep(self._world.switch_s)
         self._world.awake.discard(self._instance)
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         assert self._instance in self._world.awake
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
-        return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
+        scores = [word_scores(tokens) for tokens in sequences]
+        return [dataclasses.replace(item, logprobs=tuple(x + off for x in item.logprobs)) for item in scores]
 
     async def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
         time = asyncio.get_running_loop().time

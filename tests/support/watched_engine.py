@@ -17,6 +17,7 @@ from staleflow.tasks.engines.base import (
     PromptResponses,
     Request,
     SampledTokens,
+    TokenScores,
 )
 from staleflow.tasks.engines.engine_settings import EngineSettings
 from staleflow.tasks.settings.knobs import parameter
@@ -99,8 +100,8 @@ class WatchedEngine:
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
-        return self.engine.logprobs(tokens, temperature)
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
+        return self.engine.score(sequences, temperature)
 
     def load_statistics(self) -> EngineLoad:
         return self.engine.load_statistics()

@@ -142,7 +142,9 @@ class AdapterEngineTests:
         requests = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
         engine.submit(list(requests.values()))
         tokens = [3, 4, 5, 6, 7]
-        np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=TOLERANCE)
+        np.testing.assert_allclose(
+            engine.score([tokens])[0].logprobs, versions.logprobs(SERVED - 1, tokens), atol=TOLERANCE
+        )
         finished = collect(engine, len(requests))
         for number, (_, version) in kinds.items():
             versions.check(requests[number], finished[number], version)

@@ -204,9 +204,9 @@ class EngineTests:
         path, _ = other_weights
         probe = [3, 10, 14, 7, 5, 9, 11, 4]
         finished = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
-        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1), abs=2e-4)
+        assert engine.score([probe])[0].logprobs == pytest.approx(reference(probe, 1), abs=2e-4)
         engine.load(PolicyVersion(5), path)
-        assert engine.logprobs(probe) == pytest.approx(reference(probe, 1, path), abs=2e-4)
+        assert engine.score([probe])[0].logprobs == pytest.approx(reference(probe, 1, path), abs=2e-4)
         assert set(collect(engine, 20, finished)) == set(range(20))
 
     def test_load_statistics(self, engine: Engine) -> None:
@@ -293,7 +293,7 @@ class EngineTests:
             lambda: engine.abort([TrajectoryId(1)]),
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
             lambda: engine.reset(InstanceId("rollout-0")),
-            lambda: engine.logprobs([3, 10, 14]),
+            lambda: engine.score([[3, 10, 14]]),
             engine.load_statistics,
             engine.peek,
         ):

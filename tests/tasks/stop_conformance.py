@@ -1,4 +1,4 @@
-"""Conformance suite of stop criteria for every engine with a model."""
+"""Conformance suite of stop criteria and scores for every engine with a model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def tokens_to_stop(texts: ChatTokenizer, tokens: Sequence[int], strings: Sequenc
     return next(ends, 0)
 
 
+def check_scores(engine: Engine, sequences: Sequence[list[int]], reference: Callable[..., list[float]]) -> None:
+    """Check the scores of sequences: logprobs against the reference, the most likely tokens against greedy sampling."""
+    for tokens, scores in zip(sequences, engine.score(sequences), strict=True):
+        np.testing.assert_allclose(scores.logprobs, reference(tokens, 1), atol=2e-4)
+        assert len(scores.top_tokens) == len(scores.top_logprobs) == len(tokens)
+        engine.submit([request(i, tuple(tokens[: i + 1]), greedy=True, max_new_tokens=1) for i in range(len(tokens))])
+        sampled = collect(engine, len(tokens))
+        assert [tokens_of(sampled[i])[0] for i in range(len(tokens))] == list(scores.top_tokens)
+        np.testing.assert_allclose(
+            [logprobs_of(sampled[i])[0] for i in range(len(tokens))], scores.top_logprobs, atol=2e-4
+        )
+
+
 def greedy(engine: Engine) -> list[int]:
     engine.submit([request(900, greedy=True, max_new_tokens=60)])
     return tokens_of(collect(engine, 1)[900])
@@ -29,6 +42,12 @@ def greedy(engine: Engine) -> list[int]:
 
 class StopTests:
     """Mixin for the engine suite."""
+
+    def test_several_sequences_are_scored_together(self, engine: Engine, reference: Callable[..., list[float]]) -> None:
+        check_scores(engine, [[3, 10, 14, 7, 5, 9], [11], [4, 3], [3, 10, 14, 7, 5, 8]], reference)
+        longer = [[3 + i % 11 for i in range(n)] for n in (100, 120, 110, 90, 120, 100)]  # more than one forward pass
+        for tokens, scores in zip(longer, engine.score(longer), strict=True):
+            np.testing.assert_allclose(scores.logprobs, reference(tokens, 1), atol=2e-4)
 
     def test_a_turn_ends_with_the_token_that_completes_a_stop_string(
         self, engine: Engine, reference: Callable[..., list[float]], tiny_model: Path

@@ -131,7 +131,9 @@ def test_stop_check_cost_per_token_is_constant() -> None:
 
 
 def read_request(**more: Any) -> ChatRequest:
-    return parse_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
+    body = {"model": "m", "messages": HELLO, **more}
+    (request,) = parse_chat(body, temperature=1.0, sampling=SamplingRule.REFUSE)
+    return request
 
 
 def test_stop_accepts_a_string_or_a_list() -> None:
@@ -140,7 +142,7 @@ def test_stop_accepts_a_string_or_a_list() -> None:
     assert read_request(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
     assert not read_request(stop="END", stop_token_ids=[3]).overridden
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
-    result = parse_generate(
+    (result,) = parse_generate(
         {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
     )
     assert result.stop == StopCriteria(("END",), (3, 5))

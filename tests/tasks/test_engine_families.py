@@ -74,7 +74,7 @@ def test_logprobs_match_a_full_forward_pass(family: str, tmp_path: Path) -> None
         for i, context in contexts.items():
             check(context, second[TrajectoryId(i)])
         assert engine.load_statistics().cached_tokens - cached == sum(len(item) - 6 for item in contexts.values())
-        assert engine.logprobs(prompts[20]) == pytest.approx(forward_logprobs(plain, prompts[20]), abs=1e-5)
+        assert engine.score([prompts[20]])[0].logprobs == pytest.approx(forward_logprobs(plain, prompts[20]), abs=1e-5)
     finally:
         engine.close()
 

@@ -199,9 +199,9 @@ def test_default_targets_are_linear_layers_in_every_family(
     trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
     settings = model_settings(tmp_path / "model") | {"lora": LORA, "num_served_versions": 2}
     with closing(TransformersEngine(TransformersSettings(**settings), InstanceId("i"))) as engine:
-        before = engine.logprobs(PROBE)
+        before = engine.score([PROBE])[0].logprobs
         engine.load(PolicyVersion(1), tmp_path / "weights")
-        np.testing.assert_allclose(engine.logprobs(PROBE), trainer.logprobs(PROBE), atol=1e-5)
+        np.testing.assert_allclose(engine.score([PROBE])[0].logprobs, trainer.logprobs(PROBE), atol=1e-5)
         assert np.abs(np.subtract(before, trainer.logprobs(PROBE))).max() > 1e-3
     chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=[left_out]))
     with pytest.raises(ConfigError, match=rf"^training.lora.targets = \['{left_out}'\]: .*{left_out}.*; name layers"):

@@ -39,7 +39,7 @@ from staleflow.tasks.actors.parameter_server import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
 from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, Request, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, Request, SampledTokens, TokenScores
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
@@ -568,30 +568,33 @@ async def test_calls_of_a_closed_instance_raise_actor_lost() -> None:
             await call
 
 
-VERBS: dict[str, tuple[Any, ...]] = {
-    "abort": ((TrajectoryId(0),),), "logprobs": ((1, 2),), "sleep": ()
-}  # fmt: skip
-"""Commands of an instance that its engine executes, and their arguments."""
-
-
 @pytest.mark.real_time
-@pytest.mark.parametrize("verb", VERBS)
-async def test_commands_return_only_after_the_engine_has_finished_them(verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "args", "engine_verb", "engine_args"),
+    [
+        ("abort", ((TrajectoryId(0),),), "abort", ((TrajectoryId(0),),)),
+        ("logprobs", ((1, 2),), "score", ([(1, 2)],)),
+        ("sleep", (), "sleep", ()),
+    ],
+)
+async def test_commands_return_only_after_the_engine_has_finished_them(
+    verb: str, args: tuple[Any, ...], engine_verb: str, engine_args: tuple[Any, ...]
+) -> None:
     gate, calls = Gate(), list[tuple[Any, ...]]()
 
-    def carry_out(*args: Any) -> tuple[float, ...]:
+    def carry_out(*args: Any) -> list[TokenScores]:
         gate.wait()
         calls.append(args)
-        return (-0.5,)
+        return [TokenScores(logprobs=(-0.5,), top_tokens=(2, 3), top_logprobs=(-0.5, -0.2))]
 
-    engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{verb: carry_out})
+    engine = SimpleNamespace(version=PolicyVersion(0), close=lambda: None, **{engine_verb: carry_out})
     instance = RolloutInstance(settings_of(engine), InstanceId("one"), 1, 30.0, 0.0)
-    answer = asyncio.ensure_future(getattr(instance, verb)(*VERBS[verb]))
+    answer = asyncio.ensure_future(getattr(instance, verb)(*args))
     await asyncio.wait({answer}, timeout=0.02)
     assert not answer.done() and not calls
     await gate.open()
     assert await answer == ((-0.5,) if verb == "logprobs" else None)
-    assert calls == [VERBS[verb]]
+    assert calls == [engine_args]
     await instance.close()
 
 

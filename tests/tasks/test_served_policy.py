@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -21,9 +23,10 @@ from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
 from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, FunctionCall, RequestError
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.endpoint.server import EndpointServer
-from staleflow.tasks.engines.base import FailedRequest, Request, SampledTokens
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
-from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from staleflow.tasks.engines.base import FailedRequest, Request, SampledTokens, TokenScores
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from tests.support.segments import delivery, sampled_segment
 from tests.tasks.chat_models import chat_tokenizer
 
@@ -153,8 +156,94 @@ async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_mo
         await work()
 
 
+@asynccontextmanager
+async def completions(model: Path) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
+    """A server of a model, as a function that sends a request to /v1/completions."""
+    plan = make_serving_plan(str(model), ("rollout.max_new_tokens=4",))
+    async with (
+        plan.serve(EndpointConfig(), "secret") as server,
+        httpx.AsyncClient(base_url=server.base_url, timeout=60) as client,
+    ):
+
+        async def send(**fields: object) -> httpx.Response:
+            body = {"model": "m", **fields}
+            return await client.post("/completions", headers={"Authorization": "Bearer secret"}, json=body)
+
+        yield send
+
+
+async def test_completions_continue_texts_and_token_ids(tiny_model: Path) -> None:
+    texts = load_chat_tokenizer(str(tiny_model))
+    async with asyncio.timeout(240), completions(tiny_model) as send:
+        greedy = {"temperature": 0, "max_tokens": 12, "seed": 3}  # more than the default
+        single = (await send(prompt=[7, 8, 9], **greedy, return_token_ids=True, logprobs=0)).json()["choices"][0]
+        expected = greedy_response(tiny_model, (7, 8, 9), len(single["token_ids"]))
+        assert single["token_ids"] == expected
+        assert single["text"] == texts.text(expected)
+        assert single["logprobs"]["tokens"] == [f"token_id:{id}" for id in expected]
+        both = (await send(prompt=[[7, 8, 9], [9, 8]], **greedy)).json()
+        assert [choice["index"] for choice in both["choices"]] == [0, 1]
+        assert both["choices"][0]["text"] == single["text"] != both["choices"][1]["text"]
+        assert both["usage"]["prompt_tokens"] == 5
+        by_text = (await send(prompt=texts.text([7, 8, 9]), **greedy)).json()["choices"][0]
+        assert (by_text["text"], by_text["logprobs"]) == (single["text"], None)
+        stopped = (await send(prompt=[7, 8, 9], **greedy, stop=[single["text"][2:4]])).json()["choices"][0]
+        assert stopped["text"] == single["text"][: single["text"].index(single["text"][2:4])]
+        assert stopped["finish_reason"] == "stop"
+        short = (await send(prompt=[7, 8, 9], return_token_ids=True, temperature=0)).json()["choices"][0]
+        assert len(short["token_ids"]) <= 4
+
+
+async def test_a_prompt_is_scored_with_echo(tiny_model: Path) -> None:
+    """Many requests at the same time get the scores of their own prompts."""
+    prompts = [[7, 8, 9, 3 + i % 10] + [5] * (i % 7) for i in range(20)]
+    async with asyncio.timeout(240), completions(tiny_model) as send:
+        fields = {"echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1, "seed": 1234}
+        replies = await asyncio.gather(*(send(prompt=[prompt], **fields) for prompt in prompts))
+        for prompt, reply in zip(prompts, replies, strict=True):
+            (choice,) = reply.json()["choices"]
+            logprobs, top = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            assert logprobs[0] is top[0] is None
+            assert len(logprobs) == len(top) == len(prompt) + 1
+            assert logprobs[1:-1] == pytest.approx(forward_logprobs(load(tiny_model), prompt), abs=1e-4)
+            (likeliest,) = greedy_response(tiny_model, tuple(prompt), 1)
+            assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in (*prompt, likeliest)]
+            assert all(own <= max(others.values()) for own, others in zip(logprobs[1:], top[1:], strict=True))
+            assert logprobs[-1] == max(top[-1].values())
+        only = (await send(prompt=prompts[0], echo=True, logprobs=1, max_tokens=0)).json()["choices"][0]
+        assert only["logprobs"]["token_logprobs"][0] is None
+        assert only["logprobs"]["token_logprobs"][1:] == pytest.approx(
+            replies[0].json()["choices"][0]["logprobs"]["token_logprobs"][1:-1], abs=1e-4
+        )
+        assert only["text"] == load_chat_tokenizer(str(tiny_model)).text(prompts[0], special=True)
+
+
+async def test_completions_that_are_not_understood_are_refused(tiny_model: Path) -> None:
+    score = {"echo": True, "logprobs": 1, "temperature": 0}
+    async with asyncio.timeout(240), completions(tiny_model) as send:
+        for fields, reason in (
+            ({"prompt": []}, "prompt has 0 texts; a request may have 1 to 128"),
+            ({"prompt": [[]]}, "prompt must be a list of token ids"),
+            ({"prompt": [7, "a"]}, "prompt must be a list of token ids"),
+            ({"prompt": [10**6]}, "contains 1000000; the model's vocabulary has"),
+            ({"prompt": "a", "logprobs": 1}, "logprobs must be 0, or 1 with echo"),
+            ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
+            ({"prompt": "a", "stream": True}, "use /v1/chat/completions to stream"),
+            ({"prompt": "a", "best_of": 2}, "best_of: a served policy samples by temperature alone"),
+            ({"prompt": "a", "suffix": "b"}, "suffix: unknown field"),
+            ({"prompt": "a", **score, "max_tokens": 2}, "echo: a prompt is only scored"),
+            ({"prompt": "a", **score, "max_tokens": 1, "temperature": 1}, "echo: a prompt is only scored"),
+            ({"prompt": "a", "echo": True, "max_tokens": 0}, "echo: a prompt is only scored"),
+        ):
+            refused = await send(**fields)
+            assert (refused.status_code, reason in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
 class Silent(Echo):
-    """An engine that answers no request, and fails once it is broken."""
+    """An engine that answers no request, and fails once it is broken. It cannot score."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[TokenScores]:
+        raise RuntimeError("out of memory")
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +293,23 @@ async def test_requests_to_an_engine_that_has_failed_are_refused() -> None:
         with pytest.raises(RequestError, match="the engine has ended; start the server again"):
             await policy.request_turn(TOKENS)
     policy.close()
+
+
+async def test_a_prompt_that_cannot_be_scored_is_refused_and_later_ones_are_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = serve_silently(Silent())
+    request = ChatRequest(model="m", token_ids=(7, 8, 9), echo=True)
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            with pytest.raises(RequestError, match="the engine failed on this request"):
+                await policy.request_turn(request)
+    assert "could not score 1 prompts" in caplog.text
+    policy.close()
+
+
+def load(model: Path) -> Any:
+    return load_model(str(model), "float32", "cpu", "sdpa")
 
 
 def greedy_response(model: Path, prompt: tuple[int, ...], length: int) -> list[int]:

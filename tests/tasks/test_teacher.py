@@ -4,6 +4,7 @@ sampling temperature; and a trainer that reads these logprobs has the same gradi
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from staleflow.stores.errors import ActorFailed, ConfigError, StoreError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.actors.server_messages import TeacherItem, TeacherLogprobs
 from staleflow.tasks.actors.teacher import Teacher
+from staleflow.tasks.engines.base import TokenScores
 from staleflow.tasks.training.loss import Dpo, Loss, PpoClip
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
@@ -143,8 +145,10 @@ class InfiniteSettings:
     def build(self, instance: InstanceId, threads: int) -> Any:
         return self
 
-    def logprobs(self, tokens: Sequence[int], temperature: float = 1.0) -> tuple[float, ...]:
-        return (*(-1.0 for _ in tokens[2:]), -float("inf"))
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
+        (tokens,) = sequences
+        logprobs = (*(-1.0 for _ in tokens[2:]), -math.inf)
+        return [TokenScores(logprobs=logprobs, top_tokens=(0,) * len(tokens), top_logprobs=(0.0,) * len(tokens))]
 
     def close(self) -> None:
         """Do nothing."""

@@ -114,7 +114,7 @@ def test_every_part_is_verified_after_each_load(updated_engine: UpdatedEngine) -
         report = updated_engine.engine.load(PolicyVersion(version), updated_engine.publish(version)).weights
         assert report.outcome == "verified", report.line
         assert report.verified >= len(dict(updated_engine.model.named_parameters()))
-        assert updated_engine.engine.logprobs(PROBE) == pytest.approx(
+        assert updated_engine.engine.score([PROBE])[0].logprobs == pytest.approx(
             forward_logprobs(updated_engine.model, PROBE), abs=1e-4
         )
 
