@@ -175,6 +175,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
     source_numbers = {name or HELD_OUT: number for number, name in enumerate(config.task.sources_by_name)}
+    limits = {name: source.max_new_tokens for name, source in config.task.sources.items()}
     tasks = list(config.task.sources_by_name.values())
     return tuple(
         EvaluationSet(
@@ -182,7 +183,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
             config=dataclasses.replace(
                 settings,
                 source=settings.source if name not in source_numbers and config.has_texts else "",
-                max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
+                max_new_tokens=settings.max_new_tokens or limits.get(name) or config.rollout.max_new_tokens,
             ),
             columns=tasks[0].columns,
             seed=config.seed,
@@ -321,6 +322,7 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
         options=sft.options,
         seed=config.seed,
         columns=config.task.columns,
+        sets=prompts.sets,
         excluded=None if config.has_environment else prompts.source,
     )
 

@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, Trajectory, TrajectoryId
@@ -51,7 +54,7 @@ class DraftCorpus:
         self._in_flight = in_flight
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._stored_responses: OrderedDict[bytes, OrderedDict[TrajectoryId, tuple[int, ...]]] = OrderedDict()
+        self._stored_responses: OrderedDict[bytes, OrderedDict[TrajectoryId, npt.NDArray[np.int32]]] = OrderedDict()
         """By prompt, the prompt that was stored least recently first."""
         if store is not None and max_tokens:
             self.add(_latest_rows(store, max_tokens))
@@ -63,7 +66,7 @@ class DraftCorpus:
             responses = self._stored_responses.setdefault(prompt, OrderedDict())
             self._stored_responses.move_to_end(prompt)
             self._num_tokens += t.num_tokens - len(responses.pop(t.id, ()))
-            responses[t.id] = _response_tokens(t)
+            responses[t.id] = t.response_tokens
             if len(responses) > MAX_RESPONSES_PER_PROMPT:
                 self._num_tokens -= len(responses.popitem(last=False)[1])
         while self._num_tokens > self._max_tokens:
@@ -89,18 +92,18 @@ class DraftCorpus:
             unsent_keys = [key for key in keys if key not in known_keys][:MAX_RESPONSES_PER_REPLY]
             new_known_keys |= (known_keys & {*keys}) | {*unsent_keys}
             if unsent_keys:
-                unsent = tuple((i, tokens_by_id[i]) for i, _ in unsent_keys)
+                unsent = tuple((i, tuple(tokens_by_id[i].tolist())) for i, _ in unsent_keys)
                 responses.append(
                     PromptResponses(prompt=tuple(trajectories[0].prompt_tokens.tolist()), responses=unsent)
                 )
         return NewResponses(responses, frozenset(new_known_keys))
 
-    def _finished_siblings(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:
+    def _finished_siblings(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, npt.NDArray[np.int32]]]:
         """Yield the finished siblings of a trajectory in flight, with their tokens."""
         for member in self._in_flight.members_of(t.group):
             sibling = self._in_flight.live.get(member)
             if sibling is not None and member != t.id and sibling.finish is not FinishReason.UNFINISHED:
-                yield member, _response_tokens(sibling)
+                yield member, sibling.response_tokens
 
 
 def _latest_rows(store: StoreReader, min_tokens: int) -> list[EndedTrajectory]:
@@ -112,7 +115,3 @@ def _latest_rows(store: StoreReader, min_tokens: int) -> list[EndedTrajectory]:
         rows_so_far, stop = rows + rows_so_far, start
         min_tokens -= sum(row.trajectory.num_tokens for row in rows)
     return rows_so_far
-
-
-def _response_tokens(t: Trajectory) -> tuple[int, ...]:
-    return tuple(t.response_tokens.tolist())

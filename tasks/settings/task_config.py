@@ -38,7 +38,9 @@ class TaskConfig:
         "", "regular expression whose first group is the answer in a response; empty: the whole response"
     )
     skip_long: bool = knob(
-        False, "replace prompts too long for the model's context or the KV cache by others; otherwise the run stops"
+        False,
+        "replace training prompts too long for the model's context or the KV cache by others, and leave out such "
+        "prompts of evaluations; otherwise the run stops",
     )
     eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
     eval_source: str = knob(

@@ -82,7 +82,7 @@ class EvaluationItems:
                 eval_set=eval_set,
                 prompt=prompt_number,
                 sample=sample,
-                tokens=self._prompts.encode(task),
+                tokens=self._prompts.encode(task, eval_set.config.max_new_tokens),
                 record=record,
                 digest=short_digest(repr(task.identity)),
             )
@@ -96,7 +96,7 @@ class EvaluationItems:
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
         if not eval_set.config.source:
             return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source_number)
-        return distinct_held_out(eval_set.build(), eval_set.config.prompts)
+        return [t for t in distinct_held_out(eval_set.build(), eval_set.config.prompts) if self._prompts.fits(t)]
 
 
 def short_digest(text: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.task_source import TaskSource
+from staleflow.tasks.rendering.task_source import Prompt, TaskSource, held_out_prompts
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.settings.task_config import EvaluationSetConfig
@@ -40,3 +41,8 @@ class EvaluationSet:
                 "task.eval_source only; leave it empty in a set of that environment's tasks"
             )
         return make_source(source, self.config.options, self.seed, self.columns, Use.EVALUATION, key=key)
+
+
+def evaluated_prompts(sets: Iterable[EvaluationSet]) -> frozenset[Prompt]:
+    """The prompts of those sets that have a source of their own; they must not be trained on. Raises ConfigError."""
+    return frozenset[Prompt]().union(*(held_out_prompts(s.build(), s.config.prompts) for s in sets if s.config.source))

@@ -15,7 +15,8 @@ from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, 
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.dataset_rows import Use
-from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
+from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts, without_prompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 from staleflow.tasks.training.microbatches import Row
 
@@ -38,6 +39,8 @@ class ExampleSettings:
     columns: Columns = Columns()
     excluded: SourceSettings | None = None
     """Source of held-out prompts, which are excluded from `source`; None if there are none."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """Evaluation sets, whose prompts are excluded from `source` too."""
 
     def build(self) -> Examples:
         """Create the examples. Raises ConfigError."""
@@ -86,6 +89,6 @@ class Examples:
         source = make_source(
             settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=SOURCE_KEY
         )
-        if settings.excluded is None:
-            return source
-        return source.excluding_held_out(settings.prompts.num_held_out, settings.excluded.build())
+        if settings.excluded is not None:
+            source = source.excluding_held_out(settings.prompts.num_held_out, settings.excluded.build())
+        return without_prompts(source, evaluated_prompts(settings.sets))

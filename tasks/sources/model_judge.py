@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 
 from staleflow.stores.errors import ConfigError, raised_as, with_type
@@ -31,7 +32,8 @@ class Judge:
     """Scores responses with a model on another server. An instance is a function for `reward.function`.
 
     A call that fails is an error of that response, never a reward of 0. Equal questions are asked once for as long as
-    replies are kept: in memory, or in the folder `cache`, which all workers and later rescoring share.
+    replies are kept: in memory until the worker ends, or in the folder `cache`, which all workers and later rescoring
+    share.
 
     Args:
         url: URL of the server's API, such as `http://host:8000/v1`.
@@ -45,7 +47,8 @@ class Judge:
         key: Environment variable that has the API key; empty: none is sent.
         max_tokens: Most tokens of a reply.
         tries: Tries of a call that does not reach the server, or that it refuses for the moment (429, 5xx).
-        timeout_s: Seconds of one try. `reward.timeout_s` must allow for all tries, and for the limit of calls.
+        timeout_s: Seconds that a try waits for the next bytes of a reply. `reward.timeout_s` must allow for all
+            tries, and for the limit of calls.
 
     Raises:
         ConfigError: The range or the pattern cannot give a score.
@@ -103,14 +106,16 @@ class Judge:
         body["max_tokens"] = self._max_tokens
         digest = hashlib.sha256(json.dumps([self._url, body]).encode()).hexdigest()
         file = None if self._cache is None else self._cache / f"{digest}.txt"
-        if digest not in self._replies and file is not None and file.is_file():
-            self._replies[digest] = file.read_text(encoding="utf-8")
-        if digest not in self._replies:
-            self._replies[digest] = self._call(body)
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                replace_text(file, self._replies[digest], "free space, or give the judge another cache")
-        return self._replies[digest]
+        if file is None:
+            if digest not in self._replies:
+                self._replies[digest] = self._call(body)
+            return self._replies[digest]
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        reply = self._call(body)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, reply, "free space, or give the judge another cache")
+        return reply
 
     def _call(self, body: dict[str, object]) -> str:
         """Call the server, again if it is busy or cannot be reached. Raises JudgeError."""
@@ -126,12 +131,15 @@ class Judge:
             request = urllib.request.Request(url, json.dumps(body).encode(), headers)
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                    return str(json.load(response)["choices"][0]["message"]["content"])
+                    content = json.load(response)["choices"][0]["message"]["content"]
+                    if isinstance(content, str):
+                        return content
+                    failure = "its message has no text"
             except urllib.error.HTTPError as error:
                 failure = f"HTTP {error.code} {error.reason}"
                 if error.code != HTTPStatus.TOO_MANY_REQUESTS and error.code < HTTPStatus.INTERNAL_SERVER_ERROR:
                     break
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 failure = f"{type(error).__name__}: {error}"
         raise JudgeError(f"{url}: no reply of {self._model}: {failure}")
 

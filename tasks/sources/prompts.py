@@ -4,6 +4,7 @@ same source.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from staleflow.tasks.rendering.task_source import (
     prompt_excerpt,
 )
 from staleflow.tasks.rendering.turn_params import split_params
-from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
 from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings, label_record
 
 
@@ -108,7 +109,14 @@ class Prompts(Protocol):
     @property
     def held_out_notice(self) -> str: ...
 
-    def encode(self, task: Task) -> tuple[int, ...]: ...
+    def encode(self, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache.
+        max_new_tokens: maximum tokens of the response; 0: as in training."""
+        ...
+
+    def fits(self, task: Task) -> bool:
+        """Whether a prompt is short enough to be used by a run that leaves out prompts that are too long."""
+        ...
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
@@ -142,9 +150,12 @@ class EmulatedPrompts:
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         return [self.task(i) for i in indices]
 
-    def encode(self, task: Task) -> tuple[int, ...]:
+    def encode(self, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
         group = int(task.record["group"])
         return tuple(emulated_ids(group, 0, self._workload.prompt_tokens(group)).tolist())
+
+    def fits(self, task: Task) -> bool:
+        return True
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.text(tokens)
@@ -176,16 +187,10 @@ class TokenizedPrompts:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         self._concurrency = settings.source.concurrency
-        self._source: TaskSource = settings.source.build().excluding_held_out(settings.num_held_out)
-        if eval_prompts := frozenset(
-            p
-            for eval_set in settings.sets
-            if eval_set.config.source
-            for p in held_out_prompts(eval_set.build(), eval_set.config.prompts)
-        ):
-            self.exclude(eval_prompts)
+        source = settings.source.build().excluding_held_out(settings.num_held_out)
+        self._source = without_prompts(source, evaluated_prompts(settings.sets))
         if settings.max_prompt_tokens is not None:
-            self._source = FilteredSource(self._source, self._fits)
+            self._source = FilteredSource(self._source, self.fits)
         self._tokenizer = tokenizer or load_chat_tokenizer(settings.tokenizer)
         self._bridge: Bridge | None = None
 
@@ -201,8 +206,7 @@ class TokenizedPrompts:
 
     def exclude(self, prompts: frozenset[Prompt]) -> None:
         """Exclude these prompts from training."""
-        if prompts:
-            self._source = FilteredSource(self._source, lambda task: task.prompt not in prompts, EVALUATED)
+        self._source = without_prompts(self._source, prompts)
 
     @property
     def bridge(self) -> Bridge:
@@ -216,15 +220,16 @@ class TokenizedPrompts:
             )
         return self._bridge
 
-    def encode(self, task: Task) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
+    def encode(self, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
         ids = self._ids(task)
-        settings, max_tokens = self._settings, self._max_tokens
+        settings = self._settings
+        max_new_tokens = max_new_tokens or settings.max_new_tokens
+        max_tokens = min(settings.context, settings.kv_tokens) - max_new_tokens
         if not 0 < len(ids) <= max_tokens:
             limit_name = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {limit_name} of "
-                f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
+                f"{min(settings.context, settings.kv_tokens)} less max_new_tokens = {max_new_tokens}: "
                 f"{prompt_excerpt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
@@ -250,22 +255,19 @@ class TokenizedPrompts:
             return self._tokenizer.ids(template.format(prompt=prompt))
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {prompt_excerpt(prompt)}")
 
-    def _fits(self, task: Task) -> bool:
+    def fits(self, task: Task) -> bool:
         """Whether a prompt is within `max_prompt_tokens`."""
         limit = self._settings.max_prompt_tokens
         return limit is None or not self.may_be_too_long(task) or len(self._ids(task)) <= limit
 
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt may have too many tokens, judged without encoding it: a token has at least one byte."""
-        max_tokens = self._max_tokens if self._settings.max_prompt_tokens is None else self._settings.max_prompt_tokens
+        settings, max_tokens = self._settings, self._settings.max_prompt_tokens
+        if max_tokens is None:
+            max_tokens = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
         if self._task_config.chat or not isinstance(task.prompt, str):
             return True
         return len(task.prompt.encode()) + len(self._task_config.template.encode()) > max_tokens
-
-    @property
-    def _max_tokens(self) -> int:
-        """Maximum tokens of a prompt that leaves space for a response."""
-        return min(self._settings.context, self._settings.kv_tokens) - self._settings.max_new_tokens
 
     def task(self, index: int) -> Task:
         """Training prompt `index`."""
@@ -278,7 +280,7 @@ class TokenizedPrompts:
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
-        return [task for task in distinct_held_out(self._source, count, self._concurrency) if self._fits(task)]
+        return [task for task in distinct_held_out(self._source, count, self._concurrency) if self.fits(task)]
 
     @property
     def held_out_notice(self) -> str:
@@ -348,9 +350,11 @@ class MixedPrompts:
         notices = zip(self._names, (prompts.held_out_notice for prompts in self.prompts_by_source), strict=True)
         return "; ".join(f"task {name}: {notice}" for name, notice in notices if notice)
 
-    def encode(self, task: Task) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
-        return self.prompts_by_source[task.source].encode(task)
+    def encode(self, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
+        return self.prompts_by_source[task.source].encode(task, max_new_tokens)
+
+    def fits(self, task: Task) -> bool:
+        return self.prompts_by_source[task.source].fits(task)
 
     def text(self, tokens: Sequence[int]) -> str:
         return self.prompts_by_source[0].text(tokens)
@@ -365,10 +369,11 @@ class MixedPrompts:
 
 
 ATTEMPTS = 1000
-"""Maximum prompts tried in place of one. If only one in a hundred fits, all fail with probability 4e-5."""
+"""Maximum prompts tried in place of one, in each of two orders. If only one in a hundred fits, all of the first order
+fail with probability 4e-5."""
 INDEX_STEP = 10_007
-"""Distance between the indices tried, a prime: its multiples reach every row of a file. It grows with each attempt, so
-that a file of as many rows is reached too."""
+"""Distance between the indices tried first, which grows with each attempt. These may miss half of the rows of a short
+file, so that the indices that follow are tried last."""
 
 
 class Replacement(NamedTuple):
@@ -386,7 +391,7 @@ TOO_LONG = Replacement(
 )
 EVALUATED = Replacement(
     "prompts of [evaluation.sets], and replaced",
-    f"evaluation.sets: {ATTEMPTS} prompts of task.source in a row are evaluated; take fewer prompts, or another source",
+    f"evaluation.sets: {ATTEMPTS} prompts in a row are evaluated; take fewer prompts, or another source",
 )
 
 
@@ -423,15 +428,20 @@ class FilteredSource:
         """Return prompt `index`, or its replacement. Raises ConfigError if none fits."""
         if held_out:
             return self._source.task(index, held_out=True)
-        for attempt in range(ATTEMPTS):
-            other_index = index + attempt * (INDEX_STEP + attempt)
+        distant_indices = (index + attempt * (INDEX_STEP + attempt) for attempt in range(ATTEMPTS))
+        for other_index in itertools.chain(distant_indices, range(index + 1, index + ATTEMPTS)):
             task = self._source.task(other_index)
             if self._fits(task):
                 with self._count_lock:
                     self._num_drawn += 1
-                    self._num_replaced += attempt > 0
+                    self._num_replaced += other_index != index
                 return task if task.row >= 0 else replace(task, row=other_index)
         raise ConfigError(self._replacement.remedy)
+
+
+def without_prompts(source: TaskSource, prompts: frozenset[Prompt]) -> TaskSource:
+    """The source without these training prompts, in place of which it has others."""
+    return FilteredSource(source, lambda task: task.prompt not in prompts, EVALUATED) if prompts else source
 
 
 ID_MULTIPLIER = 2_654_435_761

@@ -10,6 +10,7 @@ own modules.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -99,6 +100,12 @@ class LogprobModel:
                 reason = enable_packing(self.model, self.device, self.token_budget)
             object.__setattr__(self, "padding_reason", reason)
             object.__setattr__(self, "max_row_length", max_row_length(self.model, self.device))
+
+    def at_temperature(self, temperature: float) -> LogprobModel:
+        """The same model at another temperature."""
+        other = copy.copy(self)
+        object.__setattr__(other, "temperature", temperature)
+        return other
 
     @property
     def packs_rows(self) -> bool:

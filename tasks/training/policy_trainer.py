@@ -120,7 +120,7 @@ class PolicyTrainer:
         if not self.settings.shares_device:
             return
         self.optimizer.zero_grad(set_to_none=True)
-        self.rank_group.parameters(self.model)  # frees gathered parameters
+        self.rank_group.reshard(self.model)
         if self._moves_to_host:
             self._move(self._host_memory.put)
         if self.device == "cuda":
@@ -227,7 +227,7 @@ class PolicyTrainer:
         """Run step `step` of supervised fine-tuning on its examples. After the last step AdamW's moments are reset,
         because they belong to another loss."""
         rows = self._draw_examples(step)
-        with self._training_with(trainer_settings.fine_tuning_config(self.settings.training)):
+        with self._fine_tuning():
             metrics = self.step(step, rows)
         if step + 1 == self.settings.training.sft.steps:
             self._examples = None
@@ -248,19 +248,22 @@ class PolicyTrainer:
         all ranks together."""
         training = self.settings.training
         weights = token_weights("token_mean", [examples[i].num_sampled for i in indices], self.settings.max_length)
-        with self._training_with(trainer_settings.fine_tuning_config(training)):
+        with self._fine_tuning():
             for batch in self.logprob_model.microbatches(examples, indices, training.sft.weight * weights):
                 self._accumulate(batch, examples, {}, None, sums)
 
     @contextmanager
-    def _training_with(self, training: trainer_settings.TrainingConfig) -> Iterator[None]:
-        """Train with other settings in the block."""
-        settings, objective = self.settings, self.objective
+    def _fine_tuning(self) -> Iterator[None]:
+        """Train with the settings of supervised fine-tuning in the block, at temperature 1: nothing has sampled its
+        examples."""
+        settings, objective, logprob_model = self.settings, self.objective, self.logprob_model
+        training = trainer_settings.fine_tuning_config(settings.training)
         self.settings, self.objective = replace(settings, training=training), Objective.of(training)
+        self.logprob_model = logprob_model.at_temperature(1.0)
         try:
             yield
         finally:
-            self.settings, self.objective = settings, objective
+            self.settings, self.objective, self.logprob_model = settings, objective, logprob_model
 
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
         """Call `function` with a TensorStream of the trained weights as engines load them, and return its result. Each
@@ -357,7 +360,9 @@ class PolicyTrainer:
             return stored
         is_reference = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if is_reference else nullcontext():
-            return self.rank_group.all_gather(self.reference.row_logprobs(rows, indices))
+            logprobs = self.reference.row_logprobs(rows, indices)
+        self.rank_group.reshard(self.reference.model)
+        return self.rank_group.all_gather(logprobs)
 
     def _weight_pairs(
         self,
@@ -516,4 +521,6 @@ class PolicyTrainer:
                 f"{key} = {path!r}: its embeddings have {other_vocab_size} rows, fewer than the policy's {vocab_size}, "
                 "which may sample any of them; name a model with as many"
             )
-        return replace(self.logprob_model, model=self.rank_group.shard(model))
+        reference = replace(self.logprob_model, model=self.rank_group.shard(model))
+        self.rank_group.reshard(reference.model)  # it has tried passes
+        return reference

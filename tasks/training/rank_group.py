@@ -118,9 +118,13 @@ class RankGroup:
 
     def parameters(self, model: Any) -> dict[str, torch.Tensor]:
         """The model's parameters by name, each as this rank's shard; tied ones once."""
-        if self._mesh is not None:
-            model.reshard()  # a forward pass without a backward pass leaves parameters outside of blocks gathered
+        self.reshard(model)
         return dict(model.named_parameters())
+
+    def reshard(self, model: Any) -> None:
+        """Free the parameters outside of blocks, which a forward pass without a backward pass leaves gathered."""
+        if self._mesh is not None:
+            model.reshard()
 
     def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a sharded tensor on all ranks."""

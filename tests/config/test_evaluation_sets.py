@@ -52,6 +52,14 @@ def test_an_evaluation_set_may_have_a_smaller_token_limit() -> None:
     assert [evaluation_set.config.max_new_tokens for evaluation_set in sets] == [64, 9]
 
 
+def test_a_task_source_is_evaluated_with_its_own_token_limit() -> None:
+    """As in training, so that a prompt that fits in training fits in its evaluations."""
+    config = loading.load("examples/mixture.toml", ["task.sources.running-sums.max_new_tokens=24"])
+    limits = {s.name: s.config.max_new_tokens for s in actor_settings.evaluation_sets(config)}
+    assert limits["running-sums"] == 24 < config.rollout.max_new_tokens
+    assert {limit for name, limit in limits.items() if name != "running-sums"} == {config.rollout.max_new_tokens}
+
+
 @pytest.mark.parametrize("source", ["agent:{here}/mine.py:play", "gymnasium:Taxi-v3", "{here}/mine.py:Game"])
 def test_an_environment_in_a_set_of_a_job_without_environment_is_rejected(tmp_path: Path, source: str) -> None:
     """Its episodes would count as single turns, and all their rewards would fail."""

@@ -144,8 +144,9 @@ def test_draft_corpus_size_is_bounded() -> None:
         corpus.add(
             [stored_row(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored_row(1000 + i, range(8), prompt=PROMPT)]
         )
-        held = sum(len(tokens) for element in corpus._stored_responses.values() for tokens in element.values())
-        assert held == corpus._num_tokens <= 100
+        held = [tokens for element in corpus._stored_responses.values() for tokens in element.values()]
+        assert sum(len(tokens) for tokens in held) == corpus._num_tokens <= 100
+        assert sum(tokens.nbytes for tokens in held) == 4 * corpus._num_tokens
     assert max(other_responses(corpus, 0)) == 1199, "the latest are remembered"
     none = DraftCorpus(flight(t1=(5,)), 0)
     none.add([stored_row(1000, range(7))])

@@ -13,7 +13,9 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.settings.task_config import TaskConfig
+from staleflow.tasks.settings.task_config import EvaluationSetConfig, TaskConfig
+from staleflow.tasks.sources.evaluation_items import EvaluationItems
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
@@ -53,13 +55,30 @@ def test_prompts_that_are_too_long_are_replaced_deterministically(settings: Prom
     assert not {task.prompt for task in drawn} & {task.prompt for task in prompts.held_out(3)}
 
 
+def test_prompts_of_an_evaluation_set_must_fit_its_own_limit_or_are_left_out(
+    settings: PromptSettings, tmp_path: Path
+) -> None:
+    """Row 3 has 65 to 127 tokens: too long for a response of 64 tokens, not for one of 1."""
+    (tmp_path / "set.jsonl").write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)[2:4]))
+
+    def num_items(limit: int, max_prompt_tokens: int | None = None) -> int:
+        config = EvaluationSetConfig(source=f"jsonl:{tmp_path / 'set.jsonl'}", prompts=2, max_new_tokens=limit)
+        prompts = TokenizedPrompts(replace(settings, max_prompt_tokens=max_prompt_tokens))
+        return len(EvaluationItems(prompts, [EvaluationSet(name="hard", config=config)]).all())
+
+    assert num_items(1) == 2
+    with pytest.raises(ConfigError, match=r"1 to 64, .* less max_new_tokens = 64: .*; task.skip_long = true skips"):
+        num_items(64)
+    assert num_items(64, max_prompt_tokens=64) == 1
+
+
 @pytest.mark.parametrize("count", [2, 10_007, 10_009])
 def test_a_replacement_prompt_is_found_for_any_number_of_rows(tmp_path: Path, count: int) -> None:
     """A tenth of the rows is short enough, all at one end of the file."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
     source = make_source(f"jsonl:{tmp_path}/rows.jsonl", {}, 0)
     fitting = FilteredSource(source, lambda task: int(str(task.prompt)) <= count // 10)
-    assert {int(str(fitting.task(i).prompt)) <= count // 10 for i in range(0, count, 97)} == {True}
+    assert {int(str(fitting.task(i).prompt)) <= count // 10 for i in range(0, count, min(97, count - 1))} == {True}
 
 
 def test_a_source_without_a_short_enough_prompt_gives_a_one_line_error(settings: PromptSettings) -> None:

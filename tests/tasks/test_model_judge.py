@@ -25,10 +25,12 @@ QUESTION = "Is {response} the answer to {prompt}?"
 
 
 class Server:
-    """Serves chat completions. replies: for the calls in order, a text or an HTTP status; the last one is repeated."""
+    """Serves chat completions. replies: for the calls in order, a text, None or an HTTP status; the last one is
+    repeated. is_cut_off: whether the connection ends before the reply does."""
 
     def __init__(self) -> None:
-        self.replies: list[str | int] = ["1"]
+        self.replies: list[str | int | None] = ["1"]
+        self.is_cut_off = False
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         server = self
@@ -40,6 +42,8 @@ class Server:
                 server.keys.append(self.headers["Authorization"])
                 reply = server.replies[0] if len(server.replies) == 1 else server.replies.pop(0)
                 self.send_response(reply if isinstance(reply, int) else 200)
+                if server.is_cut_off:
+                    self.send_header("Content-Length", "500")
                 self.end_headers()
                 self.wfile.write(json.dumps({"choices": [{"message": {"content": reply}}]}).encode())
 
@@ -100,19 +104,27 @@ def test_a_conversation_is_shown_to_the_judge_as_text(server: Server) -> None:
         ("11", "no score from 0 to 1 in the judge's reply '11'"),
         (400, "no reply of a-model: HTTP 400 Bad Request"),
         (503, "no reply of a-model: HTTP 503 Service Unavailable"),
+        (None, "no reply of a-model: its message has no text"),
     ],
 )
-def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int, message: str) -> None:
+def test_a_reply_without_a_score_is_an_error(server: Server, reply: str | int | None, message: str) -> None:
     server.replies = [reply]
     with pytest.raises(JudgeError, match=re.escape(message)):
         judge(server)("2", {"prompt": "1 + 1"})
-    assert len(server.bodies) == (3 if reply == 503 else 1), "only temporary errors are retried"
+    assert len(server.bodies) == (3 if reply in (503, None) else 1), "only temporary errors are retried"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_calls_are_retried_while_the_server_is_busy(server: Server, status: int) -> None:
     server.replies = [status, status, "1"]
     assert judge(server)("2", {"prompt": "1 + 1"})[0] == 1.0
+
+
+def test_a_cut_off_reply_is_retried(server: Server) -> None:
+    server.is_cut_off = True
+    with pytest.raises(JudgeError, match=r"no reply of a-model: IncompleteRead"):
+        judge(server)("2", {"prompt": "1 + 1"})
+    assert len(server.bodies) == 3
 
 
 def test_an_unreachable_server_is_an_error(server: Server) -> None:

@@ -300,6 +300,17 @@ def test_offloaded_weights_train_and_resume_as_others(tiny_model: Path, tmp_path
         check_same(train(SINGLE_RANK, again, str(file)), replace(expected, metrics=expected.metrics[2:]))
 
 
+def test_a_reference_model_is_sharded_again_after_its_passes(tiny_model: Path) -> None:
+    job = training(tiny_model, (5,), "ppo_clip", "token_mean", offload=True, kl=KlConfig(coefficient=0.1))
+    trainer = PolicyTrainer(job.settings)
+    assert trainer.reference is not None
+    assert all(isinstance(p, DTensor) for p in trainer.reference.model.parameters())
+    trainer.step(0, job.batches[0])
+    is_sharded = [isinstance(p, DTensor) for p in trainer.reference.model.parameters()]
+    trainer.close()
+    assert all(is_sharded)
+
+
 def step_dtypes(rank: Rank, job: Training) -> dict[str, Any]:
     """Return the dtypes of a training step: of the weights and inputs of a block, and of stored values."""
     torch.set_num_threads(1)

@@ -16,11 +16,11 @@ import torch
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.examples import Examples
 from staleflow.tasks.sources.prompts import TokenizedPrompts
-from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Dpo
+from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Dpo, Sft
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.trainer_settings import SftConfig
 from tests.support.entries import entry
@@ -63,6 +63,15 @@ def test_an_example_is_a_prompt_and_its_answer_with_an_end_token(tiny_model: Pat
             assert row.sampled.all() and row.trained and len(row.behaviour) == len(row.response)
     first, last = ("0+1", "7+8=15;so1"), ("1+1", "so3.<eos>")
     assert seen == [first, last, first, last], "2+1 is held out"
+
+
+def test_prompts_of_evaluation_sets_are_no_examples(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    config = job(tmp_path, tiny_model, f"evaluation.sets.hard.source=jsonl:{tmp_path}/hard.jsonl")
+    settings = actor_settings.example_settings(config, 1)
+    assert settings is not None
+    prompts = [load_chat_tokenizer(str(tiny_model)).text(row.prompt.tolist()) for row in settings.build().rows(0)]
+    assert prompts == ["0+1", "0+1"], "2+1 is held out, 1+1 is evaluated"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -114,12 +123,12 @@ def fine_tuned_trainer(tiny_model: Path, steps: int, **changes: Any) -> Any:
     return trainer(tiny_model, examples=GivenExamples(), **{"sft": sft, "loss": DecoupledPpo()} | changes)
 
 
-def cross_entropy(model: Any, examples: Sequence[Row]) -> torch.Tensor:
+def cross_entropy(model: Any, examples: Sequence[Row], temperature: float = 1.0) -> torch.Tensor:
     """Mean over all answer tokens, each example in a forward pass of its own."""
     losses = list[torch.Tensor]()
     for row in examples:
         ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
-        logits = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1]
+        logits = model(input_ids=ids[None]).logits[0, len(row.prompt) - 1 : -1] / temperature
         losses.append(torch.nn.functional.cross_entropy(logits, ids[len(row.prompt) :], reduction="none"))
     return torch.cat(losses).mean()
 
@@ -196,6 +205,18 @@ def test_an_adapter_has_the_gradient_of_both_losses(tiny_model: Path) -> None:
     )
     assert (mixed - rl - 0.3 * sft).norm() < 1e-6 * mixed.norm()
     assert (mixed - rl).norm() > 0.01 * mixed.norm()
+
+
+def test_examples_are_learnt_at_temperature_1_and_responses_at_that_of_sampling(tiny_model: Path) -> None:
+    examples = GivenExamples().rows(0)
+    with torch.no_grad():
+        at_1, at_sampling = (cross_entropy(trainer(tiny_model).model, examples, t).item() for t in (1.0, 0.3))
+    assert abs(at_1 - at_sampling) > 0.01
+    assert fine_tuned_trainer(tiny_model, 5, temperature=0.3).fine_tune(0)["loss"] == pytest.approx(at_1, rel=1e-6)
+    mixed = mixed_trainer(tiny_model, temperature=0.3, loss=Sft(), epochs=2, learning_rate=1e-12)
+    metrics = mixed.step(0, examples)
+    assert metrics["sft_loss"] == pytest.approx(at_1, rel=1e-6)
+    assert metrics["loss"] == pytest.approx(at_sampling, rel=1e-6)
 
 
 def test_minibatches_divide_the_examples_of_a_step(tiny_model: Path) -> None:
