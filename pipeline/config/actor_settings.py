@@ -337,6 +337,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
             switch_s=config.simulation.switch_s if config.shares_gpus else 0.0,
+            training=config.training,
         )
     from staleflow.tasks.training.policy import TrainerSettings
 

@@ -96,7 +96,7 @@ class Actors(WeightPublisher):
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
         await gather_or_cancel(*(self._place_parameter_server_if_alive(actor) for actor in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
-        self.verification.set_probe(prompt.tokens for prompt in prompts)
+        self.verification.set_probe(prompts)
         engine_logprobs = await self.verification.measure_engine_logprobs(
             list(self.instances.values()), self._probe_logprobs, resumption
         )

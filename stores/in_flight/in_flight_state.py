@@ -195,9 +195,9 @@ class InFlightState:
         since."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
-    def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
-        """Whether the environment's reply to a turn is pending: the turn ended at `tokens` under `route_number`, and
-        has no observation and no reward yet."""
+    def awaits_reply(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
+        """Whether the observation or the reward of a turn is pending: the turn ended at `tokens` under `route_number`,
+        and has neither yet."""
         if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]

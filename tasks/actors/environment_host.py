@@ -103,12 +103,14 @@ class Environments(Protocol):
 
 
 class EnvironmentSettings(Protocol):
+    """Settings from which a host creates its environments. Picklable."""
+
     def build(self) -> Environments: ...
 
 
 class ServerBatcher:
-    """Calls the trajectory server in batches: all items for one method from one iteration of the event loop are sent in
-    one call. A call costs a millisecond on each side, more than a step of many environments."""
+    """Calls the trajectory server in batches: all items that its owner gives for one method in one iteration of the
+    event loop are sent in one call. A call costs a millisecond on each side, more than a step of many environments."""
 
     def __init__(self, server: Any, call_s: float) -> None:
         self._server, self._call_s = server, call_s

@@ -7,7 +7,8 @@ about to have it: pieces are served as they arrive. Invariants:
 - Each host reads each piece once. It retries a piece only after a source failed.
 - A source that is gone, silent, slow, without the version, or that sends too few bytes is left for the next one; what
   has arrived is kept. Only when none is left the fetch fails, and the error names the sources.
-- At most MAX_PIECES_IN_MEMORY pieces are in memory, whatever a version's size.
+- A fetch has at most MAX_PIECES_IN_MEMORY pieces in memory, whatever a version's size; a source has one for each
+  request of another host.
 
 An instance's weights and logprobs are checked against the published version after a pull.
 """

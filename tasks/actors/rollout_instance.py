@@ -159,9 +159,9 @@ class RolloutInstance:
         """Stop sampling trajectories, and send their tokens to the server. If sending fails, the next interrupt sends
         and reports them too."""
         outputs = await self._command(self._engine.interrupt, trajectories)
-        self._interrupted += outputs
-        outcomes = await self._deliver(server, self._interrupted)
-        self._interrupted = []
+        self._interrupted = outputs = [*self._interrupted, *outputs]
+        outcomes = await self._deliver(server, outputs)
+        self._interrupted = self._interrupted[len(outputs) :]
         return outcomes
 
     async def flush(self, server: Any) -> None:

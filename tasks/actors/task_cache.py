@@ -13,7 +13,7 @@ from staleflow.stores.trajectory import GroupId, IntArray, is_evaluation
 from staleflow.tasks.rendering.task_source import Record, Task
 from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemSummary
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.prompts import HeldOutPrompt, Prompts
+from staleflow.tasks.sources.prompts import Prompts
 
 T = TypeVar("T")
 
@@ -86,15 +86,10 @@ class TaskCache:
         for group in groups:
             self._records.pop(group, None)
 
-    async def held_out(self, count: int) -> list[HeldOutPrompt]:
-        """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
-        fewer."""
-
-        def encode() -> list[HeldOutPrompt]:
-            tasks = self._prompts.held_out(count)
-            return [HeldOutPrompt(tokens=self._prompts.encode(t), record=t.record) for t in tasks]
-
-        return await self._in_thread(encode)
+    async def held_out(self, count: int) -> list[tuple[int, ...]]:
+        """Return the token ids of the first `count` held-out prompts without duplicates; fewer if some are equal or the
+        source has fewer."""
+        return await self._in_thread(lambda: [self._prompts.encode(task) for task in self._prompts.held_out(count)])
 
     def prompt(self, group: GroupId, source: int, task: int) -> DrawnPrompt:
         """Return a group's prompt. source, task: as in GroupDrawn."""

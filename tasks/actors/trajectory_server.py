@@ -6,8 +6,8 @@ texts are decoded and batches packed in other threads.
 
 Invariants:
 - Acknowledged changes survive this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
-  call that made it returns once the entry is written. A server created with the same settings and `resumed` reads the
-  store and the spool, and so recovers all in-flight work.
+  call that made it returns once the entry is written, or the failure to write it is reported. A server created with
+  the same settings and `resumed` reads the store and the spool, and so recovers all in-flight work.
 - Calls may be repeated: draws are numbered, deliveries name the position of their first token, batches and commits
   their step.
 """
@@ -58,7 +58,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.rendering.turn_params import params_of
 from staleflow.tasks.sources.evaluation_items import ItemSummary
-from staleflow.tasks.sources.prompts import HeldOutPrompt, Prompts
+from staleflow.tasks.sources.prompts import Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import BatchMessage, Row
@@ -176,9 +176,9 @@ class TrajectoryServer:
             NewGroup(group=e.group, prompt_tokens=len(e.prompt_tokens), source=e.source, task=e.task) for e in entries
         ]
 
-    async def held_out(self, count: int) -> list[HeldOutPrompt]:
-        """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
-        fewer."""
+    async def held_out(self, count: int) -> list[tuple[int, ...]]:
+        """Return the token ids of the first `count` held-out prompts without duplicates; fewer if some are equal or the
+        source has fewer."""
         return await self._task_cache.held_out(count)
 
     async def evaluation_items(self) -> list[ItemSummary]:
@@ -296,9 +296,7 @@ class TrajectoryServer:
     async def newest_turns(self, items: list[server_messages.TurnItem]) -> list[SampledTurn | None]:
         """Return the newest turns of trajectories, with the tokens and logprobs that are stored; None for a trajectory
         whose turn has been followed by another turn or an observation."""
-        flags = [
-            self._in_flight.awaits_environment(item.trajectory, item.num_tokens, item.route_number) for item in items
-        ]
+        flags = [self._in_flight.awaits_reply(item.trajectory, item.num_tokens, item.route_number) for item in items]
         turns = [
             (self._in_flight.live[item.trajectory] if flag else None, item.text)
             for item, flag in zip(items, flags, strict=True)
@@ -312,7 +310,7 @@ class TrajectoryServer:
         its environment was replayed and replied differently."""
         trajectories = [
             self._in_flight.live[i.trajectory]
-            if self._in_flight.awaits_environment(i.trajectory, i.num_tokens, i.route_number)
+            if self._in_flight.awaits_reply(i.trajectory, i.num_tokens, i.route_number)
             else None
             for i in items
         ]
@@ -329,9 +327,7 @@ class TrajectoryServer:
         applied_entries: list[spool_entries.Entry] = []
         receipts: list[server_messages.ObservationReceipt] = []
         for item, result in zip(items, observations, strict=True):
-            if result is None or not self._in_flight.awaits_environment(
-                item.trajectory, item.num_tokens, item.route_number
-            ):
+            if result is None or not self._in_flight.awaits_reply(item.trajectory, item.num_tokens, item.route_number):
                 receipts.append(server_messages.ObservationReceipt(item.num_tokens, "late"))
             elif isinstance(result, str):
                 receipts.append(server_messages.ObservationReceipt(item.num_tokens, result))
@@ -359,7 +355,7 @@ class TrajectoryServer:
                 attempt=self._in_flight.attempt(trajectory),
             )
             restarted.append(
-                self._in_flight.awaits_environment(trajectory, tokens, route_number) and self._in_flight.apply(entry)
+                self._in_flight.awaits_reply(trajectory, tokens, route_number) and self._in_flight.apply(entry)
             )
             if restarted[-1]:
                 applied_entries.append(entry)
@@ -404,7 +400,7 @@ class TrajectoryServer:
                 at_s=now,
                 attempt=self._in_flight.attempt(item.trajectory),
             )
-            if self._in_flight.awaits_environment(
+            if self._in_flight.awaits_reply(
                 item.trajectory, item.num_tokens, item.route_number
             ) and self._in_flight.apply(entry):
                 applied_entries.append(entry)

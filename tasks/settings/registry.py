@@ -142,7 +142,7 @@ class Registry(Generic[T]):
             raise ValueError(f"no {self.label} {name!r}; choose from {', '.join(self.names)}")
         return self._entries[name]
 
-    def with_knob(self, knob: str) -> list[str]:
+    def names_with_knob(self, knob: str) -> list[str]:
         """Names of the entries that have a knob of this name."""
         return [name for name, entry in self._entries.items() if knob in keys_of(entry)]
 
@@ -258,7 +258,7 @@ class Choice(Knob):
     def _unknown_knob_error(self, knob: str, name: str, key: str) -> str:
         """Return an error text for a knob that the entry `name` does not have, with a suggestion."""
         registry, knobs = self.registry, keys_of(self.registry.find(name))
-        if other_names := registry.with_knob(knob):
+        if other_names := registry.names_with_knob(knob):
             return f"a knob of {', '.join(other_names)}; {key}.name is {name}, which has {', '.join(knobs) or 'none'}"
         matches = difflib.get_close_matches(knob, ("name", *knobs), n=1)
         hint = f"did you mean {key}.{matches[0]}?" if matches else f"it has {', '.join(knobs) or 'none'}"

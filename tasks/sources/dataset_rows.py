@@ -66,7 +66,7 @@ class Rows(Protocol):
         """The values of a column, row by row; MISSING for a row without one."""
         ...
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Describe the position of a row, for messages."""
         ...
 
@@ -110,7 +110,7 @@ class JsonLines:
     def column(self, name: str) -> Iterator[Any]:
         return (row.get(name, MISSING) for row in self._rows)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, line {self._line_numbers[index]}"
 
 
@@ -139,7 +139,7 @@ class ParquetRows:
     def column(self, name: str) -> Iterator[Any]:
         return (value.as_py() for value in self._table.column(name))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._path}, row {index}"
 
 
@@ -190,7 +190,7 @@ class DatasetRows:
     def column(self, name: str) -> Iterator[Any]:
         return iter(self._dataset[name])
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self._name}, row {index}"
 
 
@@ -265,7 +265,7 @@ class RowSource:
             try:
                 yield require_text(prompt_of(value))
             except ValueError as error:
-                raise ConfigError(f"{self._rows.place(index)}: {name} {error}") from error
+                raise ConfigError(f"{self._rows.location(index)}: {name} {error}") from error
 
     def _column(self, name: str, key: str) -> Iterator[Any]:
         """Values of a column, or of a field in one. key: of task.columns. Raises ConfigError where there is none."""
@@ -275,10 +275,10 @@ class RowSource:
             if (field := _at({head: value}, name)) is MISSING:
                 if name in self._rows.names:
                     raise ConfigError(
-                        f"{self._rows.place(index)}: no {name!r}, which other rows have; add it to this one"
+                        f"{self._rows.location(index)}: no {name!r}, which other rows have; add it to this one"
                     )
                 raise ConfigError(
-                    f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
+                    f"{self._rows.location(index)}: no {name!r}; set task.columns.{key}, to one of "
                     f"{format_columns(name, self._rows.names)}"
                 )
             yield field

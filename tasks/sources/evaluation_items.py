@@ -7,7 +7,6 @@ its evaluation and item, so a restarted server can find the item again.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,19 +51,17 @@ class ItemSummary(NamedTuple):
 
 
 class EvaluationItems:
-    """All items of a run's evaluations, built on first use. Thread-safe."""
+    """All items of a run's evaluations, built on first use. Used in one thread."""
 
     def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
         self._prompts, self._sets = prompts, sets
         self._items: list[EvaluationItem] | None = None
-        self._lock = threading.Lock()
 
     def all(self) -> list[EvaluationItem]:
         """The items, set by set. Raises ConfigError."""
-        with self._lock:
-            if self._items is None:
-                self._items = [item for eval_set in self._sets for item in self._items_of(eval_set)]
-            return self._items
+        if self._items is None:
+            self._items = [item for eval_set in self._sets for item in self._items_of(eval_set)]
+        return self._items
 
     def summaries(self) -> list[ItemSummary]:
         """A summary of each item."""

@@ -21,7 +21,9 @@ from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 from staleflow.tasks.training.microbatches import Row
 
 SOURCE_KEY = "training.sft.source"
+"""Key in the job file of the examples' own source."""
 PROMPTS_KEY = "task.source"
+"""Key of their source without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

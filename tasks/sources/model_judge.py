@@ -44,7 +44,7 @@ class Judge:
         high: The score that gives reward 1. A score outside of [low, high] is an error.
         calls_per_minute: Most calls a minute of each reward worker; 0: no limit.
         cache: Folder of replies; empty: memory only.
-        key: Environment variable that has the API key; empty: none is sent.
+        key_variable: Environment variable that has the API key; empty: none is sent.
         max_tokens: Most tokens of a reply.
         tries: Tries of a call that does not reach the server, or that it refuses for the moment (429, 5xx).
         timeout_s: Seconds that a try waits for the next bytes of a reply. `reward.timeout_s` must allow for all
@@ -65,7 +65,7 @@ class Judge:
         high: float = 1.0,
         calls_per_minute: float = 0.0,
         cache: str = "",
-        key: str = "",
+        key_variable: str = "",
         max_tokens: int = 512,
         tries: int = 3,
         timeout_s: float = 60.0,
@@ -78,7 +78,8 @@ class Judge:
         self._pattern, self._low, self._high = pattern, low, high
         self._interval_s = 60.0 / calls_per_minute if calls_per_minute else 0.0
         self._cache = Path(cache) if cache else None
-        self._key, self._max_tokens, self._tries, self._timeout_s = key, max_tokens, max(1, tries), timeout_s
+        self._key_variable, self._max_tokens = key_variable, max_tokens
+        self._tries, self._timeout_s = max(1, tries), timeout_s
         self._replies: dict[str, str] = {}
         self._next_call_s = 0.0
         self._rate_lock = threading.Lock()
@@ -120,8 +121,8 @@ class Judge:
     def _call(self, body: dict[str, object]) -> str:
         """Call the server, again if it is busy or cannot be reached. Raises JudgeError."""
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._key, '')}"
+        if self._key_variable:
+            headers["Authorization"] = f"Bearer {os.environ.get(self._key_variable, '')}"
         url = f"{self._url.rstrip('/')}/chat/completions"
         failure = ""
         for number in range(self._tries):

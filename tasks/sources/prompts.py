@@ -20,7 +20,6 @@ from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import (
     Message,
     Prompt,
-    Record,
     Reward,
     Task,
     TaskSource,
@@ -32,14 +31,6 @@ from staleflow.tasks.rendering.task_source import (
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
 from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings, label_record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutPrompt:
-    """A held-out prompt: its token ids, and the record for its verifier."""
-
-    tokens: tuple[int, ...]
-    record: Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +191,8 @@ class TokenizedPrompts:
         return self._source.num_held_out
 
     @property
-    def held_out_set(self) -> frozenset[Prompt]:
-        """The held-out prompts that are excluded from training."""
+    def excluded_prompts(self) -> frozenset[Prompt]:
+        """The held-out prompts, which are excluded from training."""
         return held_out_prompts(self._source, self._settings.num_held_out)
 
     def exclude(self, prompts: frozenset[Prompt]) -> None:
@@ -325,7 +316,7 @@ class MixedPrompts:
         self.prompts_by_source = [
             TokenizedPrompts(settings.for_source(source), tokenizer) for source in settings.sources
         ]
-        held_out = [prompts.held_out_set for prompts in self.prompts_by_source]
+        held_out = [prompts.excluded_prompts for prompts in self.prompts_by_source]
         for number, prompts in enumerate(self.prompts_by_source):
             prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))
 
@@ -376,7 +367,7 @@ INDEX_STEP = 10_007
 file, so that the indices that follow are tried last."""
 
 
-class Replacement(NamedTuple):
+class ReplacementReason(NamedTuple):
     """Why prompts are replaced. notice: shown with the number of replaced prompts. remedy: error message if none of
     ATTEMPTS prompts fits."""
 
@@ -384,12 +375,12 @@ class Replacement(NamedTuple):
     remedy: str
 
 
-TOO_LONG = Replacement(
+TOO_LONG = ReplacementReason(
     "too long, and replaced (task.skip_long)",
     f"task.skip_long: {ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "
     "rollout.engine.kv_tokens, or shorten the prompts",
 )
-EVALUATED = Replacement(
+EVALUATED = ReplacementReason(
     "prompts of [evaluation.sets], and replaced",
     f"evaluation.sets: {ATTEMPTS} prompts in a row are evaluated; take fewer prompts, or another source",
 )
@@ -402,8 +393,8 @@ class FilteredSource:
     only on the source and on `fits`.
     """
 
-    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], replacement: Replacement = TOO_LONG) -> None:
-        self._source, self._fits, self._replacement = source, fits, replacement
+    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], reason: ReplacementReason = TOO_LONG) -> None:
+        self._source, self._fits, self._reason = source, fits, reason
         self._num_drawn = self._num_replaced = 0
         self._count_lock = threading.Lock()
 
@@ -418,11 +409,11 @@ class FilteredSource:
     @property
     def held_out_notice(self) -> str:
         """The notice of the source, with the number of prompts replaced so far."""
-        notice = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._replacement.notice}"
+        notice = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._reason.notice}"
         return "; ".join(filter(None, (self._source.held_out_notice, notice if self._num_replaced else "")))
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> FilteredSource:
-        return FilteredSource(self._source.excluding_held_out(num_held_out, evaluation), self._fits, self._replacement)
+        return FilteredSource(self._source.excluding_held_out(num_held_out, evaluation), self._fits, self._reason)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         """Return prompt `index`, or its replacement. Raises ConfigError if none fits."""
@@ -436,7 +427,7 @@ class FilteredSource:
                     self._num_drawn += 1
                     self._num_replaced += other_index != index
                 return task if task.row >= 0 else replace(task, row=other_index)
-        raise ConfigError(self._replacement.remedy)
+        raise ConfigError(self._reason.remedy)
 
 
 def without_prompts(source: TaskSource, prompts: frozenset[Prompt]) -> TaskSource:

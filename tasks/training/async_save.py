@@ -1,4 +1,4 @@
-"""Saves a trainer's state from a copy in a background thread, while training continues."""
+"""Copies a trainer's state to host memory, and runs the function that saves the copy in a thread."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class BranchSequences:
         return cls(rows=tuple(sequences), sequences_of_row=tuple(of_row), positions=tuple(all_positions))
 
     def select(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Indices of the sequences of these rows, and for each the index of its row in `rows`."""
+        """Indices of the sequences of these rows, and for each the position of its row in the argument."""
         pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.sequences_of_row[i]]
         return [sequence for sequence, _ in pairs], [k for _, k in pairs]
 

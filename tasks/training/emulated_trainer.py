@@ -14,7 +14,9 @@ from staleflow.stores.weights import resume_points
 from staleflow.stores.weights.weight_hash import Weights
 from staleflow.tasks.engines.emulated_engine import weights, word_logprobs
 from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.objective import Objective
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 ZERO_METRICS = (
     "loss", "grad_norm", "updates_dropped", "tokens_dropped", "clip_share", "clip_share_low", "clip_share_high",
@@ -35,6 +37,7 @@ class EmulatedTraining:
     s_per_token: float
     time_scale: float
     switch_s: float = 0.0
+    training: TrainingConfig = TrainingConfig()
 
     def build(self, threads: int, rank: Rank = SINGLE_RANK) -> EmulatedPolicy:
         return EmulatedPolicy(self, rank)
@@ -47,6 +50,7 @@ class EmulatedPolicy:
     def __init__(self, settings: EmulatedTraining, rank: Rank = SINGLE_RANK) -> None:
         self._settings = settings
         self._rank = rank
+        self._objective = Objective.of(settings.training)
         self._version = 0
 
     def wake(self) -> None:
@@ -62,7 +66,7 @@ class EmulatedPolicy:
         tokens = sum(len(r.prompt) + len(r.response) for r in rows)
         time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
         self._version = step + 1
-        trained_tokens = float(sum(r.num_sampled for r in rows if r.has_gradient))
+        trained_tokens = float(sum(r.num_sampled for r in rows if self._objective.trains(r)))
         return {**dict.fromkeys(ZERO_METRICS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained_tokens}
 
     def fine_tune(self, step: int) -> dict[str, float]:

@@ -48,11 +48,11 @@ class LmHead:
     def __init__(self, model: Any, device: str) -> None:
         self._layer, self._device = model.get_output_embeddings(), device
         self._hidden_function: HiddenFunction | None = None
-        self.is_fused = False
+        self.can_replace_logits = False
         """Whether logits can be replaced by another function of the hidden states."""
         if self._layer is not None:
             self._logits = self._layer.forward
-            self.is_fused = self._returns_logits_unchanged(model, device)
+            self.can_replace_logits = self._returns_logits_unchanged(model, device)
             self._layer.forward = self._forward
 
     @property

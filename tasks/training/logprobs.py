@@ -96,7 +96,7 @@ class LogprobModel:
         with self._autocast():
             object.__setattr__(self, "lm_head", LmHead(self.model, self.device))
             reason = "the model changes the logits of its output layer"
-            if self.lm_head.is_fused:
+            if self.lm_head.can_replace_logits:
                 reason = enable_packing(self.model, self.device, self.token_budget)
             object.__setattr__(self, "padding_reason", reason)
             object.__setattr__(self, "max_row_length", max_row_length(self.model, self.device))
@@ -129,7 +129,7 @@ class LogprobModel:
         tokens. by_token: the loss of a token depends on no other token, so that a part may also be part of a row.
         """
         sampled = _SampledTargets.of(batch, self.device)
-        if not self.lm_head.is_fused:
+        if not self.lm_head.can_replace_logits:
             values = self._compute(batch, entropy=entropy)
             total = values.sum() if sampled.is_empty else loss(batch, *_split_entropy(values))
             total.backward()
@@ -157,7 +157,7 @@ class LogprobModel:
         """[N, T, 1 or 2] logprobs and entropies."""
         sampled = _SampledTargets.of(batch, self.device)
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
-        if not self.lm_head.is_fused:
+        if not self.lm_head.can_replace_logits:
             logits = self._forward(batch, sampled, None)
             return sampled.scatter(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
 
@@ -236,7 +236,7 @@ class LogprobModel:
 def split_by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
     """Split [N, T] values of a micro-batch into [T] values of each row's response, by row index."""
     array, by_index = values.detach().cpu().numpy(), {}
-    for k, i in enumerate(batch.rows):
+    for k, i in enumerate(batch.row_indices):
         start = len(rows[i].prompt) - 1 - batch.response_start
         by_index[i] = array[k, start : start + len(rows[i].response)]
     return by_index

@@ -154,7 +154,8 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def _sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """[N, 1] log ratio of whole trajectories: the sum over their sampled tokens, not clamped."""
+    """[N, 1] log ratio of whole trajectories, of one with branches that of each sequence: the sum over their sampled
+    tokens, not clamped."""
     return (logprobs - old_logprobs).sum(1, keepdim=True)
 
 
@@ -237,7 +238,7 @@ class Cispo(Clip, Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
-        return _weight_loss(ratio, self.clip(ratio), tokens)
+        return _weighted_policy_gradient(ratio, self.clip(ratio), tokens)
 
 
 @LOSSES.register("tis")
@@ -250,7 +251,7 @@ class Tis(_WeightCap, Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
-        return _weight_loss(ratio, ratio.clamp(max=self.weight_cap), tokens)
+        return _weighted_policy_gradient(ratio, ratio.clamp(max=self.weight_cap), tokens)
 
 
 @LOSSES.register("dual_clip")
@@ -276,7 +277,8 @@ class DualClip(Clip, Loss):
 @LOSSES.register("gspo")
 @dataclass(frozen=True, kw_only=True)
 class Gspo(Loss):
-    """PPO on the trajectory's ratio, the geometric mean of its tokens' ratios to the behaviour policy (2507.18071)."""
+    """PPO on the trajectory's ratio, the geometric mean of its tokens' ratios to the behaviour policy (2507.18071);
+    with branches on that of each sequence."""
 
     sequence_clip_low: float = knob(3e-4, "the trajectory's ratio is clipped at 1 - this", low=0, high=1)
     sequence_clip_high: float = knob(4e-4, "and at 1 + this", low=0)
@@ -440,7 +442,7 @@ class DecoupledPpoLoglinear(_WeightCap, Clip, Loss):
         return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, proximal), tokens.advantage)
 
 
-def _weight_loss(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
+def _weighted_policy_gradient(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
     """The policy gradient with a weight, which is the clipped ratio."""
     return TokenLoss(loss=-weight * tokens.advantage * tokens.logprobs, clipped=(ratio != weight), ratio=ratio)
 

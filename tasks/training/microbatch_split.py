@@ -62,11 +62,16 @@ def _microbatch_ends(lengths: Sequence[int], ranks: int, token_budget: int) -> l
         costs = cost[first:end] + rows_per_rank * max_length + _overhead(ranks)
         best = int(costs.argmin())
         cost[end], starts[end] = costs[best], first + best
-    ends, end = list[int](), len(lengths)
+    return [end for _, end in _row_ranges(starts)]
+
+
+def _row_ranges(starts: Ints) -> list[RowRange]:
+    """The parts of a split, in order. starts: [N + 1] the first row of the part that ends before each row."""
+    parts, end = list[RowRange](), len(starts) - 1
     while end:
-        ends.append(end)
+        parts.append((int(starts[end]), end))
         end = int(starts[end])
-    return ends[::-1]
+    return parts[::-1]
 
 
 def _deal_to_ranks(rows: Sequence[int], ranks: int) -> tuple[RowIndices, ...]:
@@ -167,7 +172,7 @@ class _OrderedRows:
     starts: Ints  # [N] the first row of each row's prompt
     ends: Ints  # [N] and the one after its last row
     response_offsets: Ints  # [N + 1] tokens after prompts of all rows before
-    cost_in_prompt: Ints  # [N] cost of a row, together with those of its prompt that come after it
+    cost_to_prompt_end: Ints  # [N] cost of a row, together with those of its prompt that come after it
     cost_before_prompt: Ints  # [N + 1] at the first row of a prompt, and at the end: cost of all rows before
 
     @classmethod
@@ -194,7 +199,7 @@ class _OrderedRows:
         return cls(
             order=order, lengths=ordered_prompts + ordered_responses,
             prompt_lengths=ordered_prompts, starts=starts, ends=ends, response_offsets=offsets,
-            cost_in_prompt=costs, cost_before_prompt=before_prompt,
+            cost_to_prompt_end=costs, cost_before_prompt=before_prompt,
         )  # fmt: skip
 
     def cost_tokens(self, firsts: Ints, end: int) -> Ints:
@@ -207,7 +212,9 @@ class _OrderedRows:
             self.response_offsets[end] - self.response_offsets[first_in_prompt],
         )
         earlier_prompts = (
-            self.cost_in_prompt[firsts] + self.cost_before_prompt[start] - self.cost_before_prompt[self.ends[firsts]]
+            self.cost_to_prompt_end[firsts]
+            + self.cost_before_prompt[start]
+            - self.cost_before_prompt[self.ends[firsts]]
         )
         costs: Ints = last_prompt + np.where(firsts < start, earlier_prompts, 0)
         return costs
@@ -234,11 +241,7 @@ class _OrderedRows:
             costs = cost[firsts] + part_costs[is_allowed] + PASS_OVERHEAD_TOKENS
             best = int(costs.argmin())
             cost[end], starts[end] = costs[best], firsts[best]
-        parts, end = list[RowRange](), num_rows
-        while end:
-            parts.append((int(starts[end]), end))
-            end = int(starts[end])
-        return parts[::-1]
+        return _row_ranges(starts)
 
     def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
         """Form micro-batches of parts with similar costs, and deal them to ranks back and forth, so that no

@@ -86,11 +86,6 @@ class Row:
         """Number of sampled tokens without a finite stored logprob, for which no importance ratio can be computed."""
         return self.num_sampled - int(np.count_nonzero(self.usable))
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the row has a gradient: at an advantage of 0 every loss proportional to it has none."""
-        return self.trained and self.advantage != 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:
@@ -206,7 +201,7 @@ class MicroBatch:
     """Right-padded rows. Response columns begin at `response_start`: the logits at position start + t predict column
     t."""
 
-    rows: tuple[int, ...]
+    row_indices: tuple[int, ...]
     input_ids: npt.NDArray[np.int64]  # [N, L]
     attention_mask: npt.NDArray[np.int64]  # [N, L]
     prompt_lengths: npt.NDArray[np.int64]  # [N] tokens of each row's prompt
@@ -222,7 +217,7 @@ class MicroBatch:
         """Select rows and response columns, as views."""
         return replace(
             self,
-            rows=self.rows[rows],
+            row_indices=self.row_indices[rows],
             input_ids=self.input_ids[rows],
             attention_mask=self.attention_mask[rows],
             prompt_lengths=self.prompt_lengths[rows],
@@ -240,7 +235,7 @@ class MicroBatch:
         whether a single row may be split."""
         counts = (self.mask > 0).sum(1)
         parts, start = list[MicroBatch](), 0
-        while start < len(self.rows):
+        while start < len(self.row_indices):
             num_fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
             end = start + max(1, num_fitting)
             part = self.select(slice(start, end))
@@ -251,7 +246,7 @@ class MicroBatch:
     def scatter(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """[N, T] values of the batch from values of the rows' responses; 0 for rows without values."""
         result = np.zeros_like(self.behaviour)
-        for k, i in enumerate(self.rows):
+        for k, i in enumerate(self.row_indices):
             if i in values:
                 start = len(rows[i].prompt) - 1 - self.response_start
                 response_values = values[i][max(0, -start) : result.shape[1] - start]
@@ -267,7 +262,7 @@ def _split_columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:
 
 
 EMPTY_MICROBATCH = MicroBatch(
-    rows=(),
+    row_indices=(),
     input_ids=np.zeros((1, 2), np.int64),
     attention_mask=np.ones((1, 2), np.int64),
     prompt_lengths=np.ones(1, np.int64),
@@ -358,7 +353,7 @@ def _pad(
         behaviour[k, prompt:end] = row.behaviour
         lags[k, prompt:end] = row.staleness if row.lags is None else row.lags
     return MicroBatch(
-        rows=tuple(indices[i] for i in part),
+        row_indices=tuple(indices[i] for i in part),
         input_ids=ids,
         attention_mask=attention,
         prompt_lengths=np.asarray([len(r.prompt) for r in selected], np.int64),

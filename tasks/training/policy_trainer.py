@@ -37,7 +37,7 @@ from staleflow.tasks.training.objective import Objective, select_pairs, weight_p
 from staleflow.tasks.training.packed_attention import exclude_from_compilation
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
-from staleflow.tasks.training.step_metrics import LogprobMismatch, RowSample, TokenSums
+from staleflow.tasks.training.step_metrics import RowSample, TokenSums, mismatch_metrics
 from staleflow.tasks.training.trainer_state import HostMemory, TrainerState, trained_parameters
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class PolicyTrainer:
 
     def wake(self) -> None:
         if self._moves_to_host:
-            self._move(lambda name, tensor: self._host_memory.take(tensor))
+            self._move(lambda name, tensor: self._host_memory.copy_to_device(tensor))
 
     def sleep(self) -> None:
         if not self.settings.shares_device:
@@ -190,8 +190,10 @@ class PolicyTrainer:
                 losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
             trained_indices = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
-            sequence_indices, row_indices = sequences.select(int(indices[k]) for k in trained_indices)
-            for batch in self.logprob_model.microbatches(rows, sequence_indices, weights[trained_indices][row_indices]):
+            sequence_indices, row_positions = sequences.select(int(indices[k]) for k in trained_indices)
+            for batch in self.logprob_model.microbatches(
+                rows, sequence_indices, weights[trained_indices][row_positions]
+            ):
                 logprobs = self._accumulate(batch, rows, proximal_logprobs, reference, sums)
                 if len(updates) == 1:
                     first_pass_logprobs |= split_by_row(batch, rows, logprobs)
@@ -205,7 +207,7 @@ class PolicyTrainer:
                 self.optimizer.step()
             grad_norms.append(float(grad_norm))
         sums = TokenSums(torch.tensor(self.rank_group.all_reduce(sums.values), dtype=torch.float64))
-        mismatch = LogprobMismatch.of(rows, proximal_logprobs | self.rank_group.all_gather(first_pass_logprobs))
+        mismatch = mismatch_metrics(rows, proximal_logprobs | self.rank_group.all_gather(first_pass_logprobs))
         metrics = sums.metrics(training.epochs, sample)
         if reference is None:
             del metrics["kl_reference"]
@@ -220,7 +222,7 @@ class PolicyTrainer:
             "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
             **metrics,
             "learning_rate": learning_rate,
-            **(mismatch.metrics if mismatch else {}),
+            **mismatch,
         }
 
     def fine_tune(self, step: int) -> dict[str, float]:
@@ -360,9 +362,9 @@ class PolicyTrainer:
             return stored
         is_reference = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if is_reference else nullcontext():
-            logprobs = self.reference.row_logprobs(rows, indices)
+            reference_logprobs = self.reference.row_logprobs(rows, indices)
         self.rank_group.reshard(self.reference.model)
-        return self.rank_group.all_gather(logprobs)
+        return self.rank_group.all_gather(reference_logprobs)
 
     def _weight_pairs(
         self,
@@ -391,18 +393,18 @@ class PolicyTrainer:
     ) -> RowSample | None:
         """Measure rows without a gradient: all rows whose logprobs are in `proximal_logprobs`, and a random sample of
         the others. Returns the sample; None if there is none."""
-        sample_indices = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
-        self._measure([i for i in sample_indices if i in proximal_logprobs], rows, proximal_logprobs, sums)
-        sample_indices = [i for i in sample_indices if i not in proximal_logprobs]
-        count = min(self.settings.training.measured_rows, len(sample_indices))
+        untrained_indices = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
+        self._measure([i for i in untrained_indices if i in proximal_logprobs], rows, proximal_logprobs, sums)
+        untrained_indices = [i for i in untrained_indices if i not in proximal_logprobs]
+        count = min(self.settings.training.measured_rows, len(untrained_indices))
         if count == 0:
             return None
-        count = min(max(count, MIN_SAMPLE_ROWS), len(sample_indices))
+        count = min(max(count, MIN_SAMPLE_ROWS), len(untrained_indices))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
-        sample = sorted(sample_indices[k] for k in rng.choice(len(sample_indices), count, replace=False))
-        sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(sample_indices) / count))
+        sample = sorted(untrained_indices[k] for k in rng.choice(len(untrained_indices), count, replace=False))
+        sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(untrained_indices) / count))
         return (
-            RowSample(rows=list(sums_by_row.values()), population=len(sample_indices))
+            RowSample(rows=list(sums_by_row.values()), population=len(untrained_indices))
             if len(sums_by_row) == count
             else None
         )
@@ -432,7 +434,7 @@ class PolicyTrainer:
                 try:
                     result = self.objective.loss.token_loss(tokens)
                     row_sums = sums.add(tokens, result, self.objective.old_logprobs(tokens), weight)
-                    sums_by_row |= zip(batch.rows, row_sums.tolist(), strict=False)
+                    sums_by_row |= zip(batch.row_indices, row_sums.tolist(), strict=False)
                 except Exception as error:  # noqa: BLE001  a user's loss; for trained rows its error is raised
                     self._warn_unmeasured(error)
         return sums_by_row
@@ -463,7 +465,7 @@ class PolicyTrainer:
         NaN. proximal_logprobs: logprobs under the proximal policy; those of other rows are taken from this pass."""
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
-            is_known = to_device(np.array([[i in proximal_logprobs] for i in part.rows]), self.device)
+            is_known = to_device(np.array([[i in proximal_logprobs] for i in part.row_indices]), self.device)
             batch_logprobs = to_device(part.scatter(rows, proximal_logprobs), self.device)
             tokens = self._loss_tokens(part, logprobs, proximal=batch_logprobs.where(is_known, logprobs.detach()))
             padding = ~tokens.sampled

@@ -76,7 +76,7 @@ class RankGroup:
             datetime.timedelta(seconds=collective_s),
             datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        store = _store(rank, timeout) if rank.count > 1 else dist.HashStore()
+        store = _rendezvous_store(rank, timeout) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Sets the device of this thread; a trainer does all of its work in one thread.
             torch.cuda.set_device(_local_rank(store, rank) % torch.cuda.device_count())
@@ -217,7 +217,7 @@ def _require_files_of_all_ranks(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _store(rank: Rank, timeout: datetime.timedelta) -> Any:
+def _rendezvous_store(rank: Rank, timeout: datetime.timedelta) -> Any:
     """Create the store by which the ranks find each other. The rank that has the listening socket serves it."""
     if rank.listener_fd is None:
         return dist.TCPStore(rank.host, rank.port, timeout=timeout)

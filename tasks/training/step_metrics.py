@@ -19,6 +19,7 @@ from staleflow.tasks.training.microbatches import LogprobsByRow, Row
 
 ENTROPY_CAP = 2.0
 """Cap of the weights in the estimate of the entropy, so that one token with a huge ratio does not dominate it."""
+# "surprise": -log pi of a token, weighted for the estimate of the entropy.
 SUM_NAMES = (
     "trained", "loss", "kl_reference", "tokens", "low", "high", "ratio", "ratio_squared", "kl_old",
     "kl_behaviour", "surprise", "surprise_weight",
@@ -136,34 +137,20 @@ class RowSample:
         return float(self.population * math.sqrt(share * linearized.var(ddof=1) / count))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobMismatch:
-    """Differences between stored behaviour logprobs and the trainer's own: absolute differences per token, nats, and
-    KL(rollout || trainer) by the k3 estimate."""
-
-    mean: float
-    max: float
-    kl: float
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> LogprobMismatch | None:
-        """Compute the differences over the fresh rows; None if there are none. trainer_logprobs: the trainer's
-        logprobs, at least of these rows."""
-        indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
-        if not indices:
-            return None
-        difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in indices])
-        log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return cls(
-            mean=float(np.abs(difference).mean()),
-            max=float(np.abs(difference).max()),
-            kl=float((np.exp(log_ratio) - log_ratio - 1).mean()),
-        )
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The three values by their names in stores/metrics.py."""
-        return {"mismatch_mean": self.mean, "mismatch_max": self.max, "kl_rollout": self.kl}
+def mismatch_metrics(rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> dict[str, float]:
+    """The differences between stored behaviour logprobs and the trainer's own over the fresh rows: absolute differences
+    per token, nats, and KL(rollout || trainer) by the k3 estimate. Empty if there are no fresh rows. trainer_logprobs:
+    the trainer's logprobs, at least of these rows."""
+    indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
+    if not indices:
+        return {}
+    difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in indices])
+    log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "mismatch_mean": float(np.abs(difference).mean()),
+        "mismatch_max": float(np.abs(difference).max()),
+        "kl_rollout": float((np.exp(log_ratio) - log_ratio - 1).mean()),
+    }
 
 
 def _slopes(metrics: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:

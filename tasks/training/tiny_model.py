@@ -150,10 +150,10 @@ def _batches(
             row: list[int] = []
             labels: list[int] = []
             for turn, text in enumerate(next(examples)):
-                answers = turn % 2 == 1
-                ids = tokenizer(text + tokenizer.eos_token if answers else text)["input_ids"]
+                is_answer = turn % 2 == 1
+                ids = tokenizer(text + tokenizer.eos_token if is_answer else text)["input_ids"]
                 row += ids
-                labels += ids if answers else [-100] * len(ids)
+                labels += ids if is_answer else [-100] * len(ids)
             rows.append((row, labels))
         max_length = max(len(row) for row, _ in rows)
         ids = torch.full((BATCH, max_length), tokenizer.pad_token_id)

@@ -78,7 +78,11 @@ class TrainingConfig:
     )
     epochs: int = knob(1, "passes over the batch of a training step", low=1)
     minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)
-    microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
+    microbatch_tokens: int = knob(
+        8192,
+        "most tokens in one forward and backward pass, with padding if rows are padded; one row always fits",
+        low=1,
+    )
     recompute_activations: bool = knob(
         False,
         "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
@@ -114,7 +118,9 @@ class TrainingConfig:
     sft: SftConfig = SftConfig()
     lora: LoraConfig = LoraConfig()
     measured_rows: int = knob(
-        8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
+        8,
+        "trajectories without a gradient that are computed each step, at least two, for its figures only; 0: none",
+        low=0,
     )
     checkpoint_every: int = knob(0, "training steps between checkpoints; 0: only after the last step", low=0)
     resume_every: int = knob(

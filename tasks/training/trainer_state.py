@@ -136,8 +136,8 @@ class HostMemory:
             copy = self._copies[name] = self._empty(tensor)
         return copy.copy_(tensor)
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a stored tensor on the device."""
+    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor on the device."""
         return tensor.to(self._device, copy=True)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,7 @@ def test_an_engine_is_registered_by_its_settings() -> None:
     known |= {"__name__": __name__}
     exec(compile(blocks("An engine", "python")[0], "settings.py", "exec", dont_inherit=True), known)
     assert {ENGINES.find(name) for name in ENGINES.names} == set(MODULES)
-    assert registry.with_knob("echoes") == ["parrot"]
+    assert registry.names_with_knob("echoes") == ["parrot"]
     with pytest.raises(TypeError, match="engine 'mute' must be a dataclass derived from EngineSettings"):
         registry.register("mute")(type("MuteSettings", (), {}))
 

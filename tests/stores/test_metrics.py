@@ -18,8 +18,10 @@ from staleflow.stores import metrics
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.batches import batch_metrics
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.loss import Sft
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.step_metrics import LogprobMismatch
+from staleflow.tasks.training.step_metrics import mismatch_metrics
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.runtime.test_teachers import TAUGHT
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
@@ -108,9 +110,21 @@ def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
     ).metrics
     asyncio.run(trainer.close())
-    compared = {*LogprobMismatch(mean=0.0, max=0.0, kl=0.0).metrics, "kl_reference", "sft_loss", "sft_tokens"}
+    fresh = replace(Row.of(ended(np.random.default_rng(0), 1, 1)), staleness=0)
+    compared = {*mismatch_metrics([fresh], {0: fresh.behaviour}), "kl_reference", "sft_loss", "sft_tokens"}
     assert recorded | reported.keys() | compared == metrics.STEP_METRICS.keys() - metrics.DERIVED_METRICS
     assert shown - recorded == metrics.DERIVED_METRICS | {"step"}
+
+
+def test_an_emulated_step_counts_the_tokens_that_its_loss_trains() -> None:
+    row = replace(Row.of(ended(np.random.default_rng(0), 1, 1)), advantage=0.0)
+
+    def tokens_trained(training: TrainingConfig) -> float:
+        settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0, training=training)
+        return settings.build(1).step(0, [row])["tokens_trained"]
+
+    assert tokens_trained(TrainingConfig()) == 0.0
+    assert tokens_trained(TrainingConfig(loss=Sft())) == row.num_sampled > 0
 
 
 def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:

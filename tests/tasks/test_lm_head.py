@@ -72,7 +72,7 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
     expected = outcome(model, *plain_logprobs(model, batch))
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
-    assert under.lm_head.is_fused
+    assert under.lm_head.can_replace_logits
     for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(under.logprobs(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
@@ -193,7 +193,7 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
     model.forward = capped
     expected = outcome(model, *plain_logprobs(model, batch))
     under = logprob_model(model)
-    assert not under.lm_head.is_fused
+    assert not under.lm_head.can_replace_logits
     for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
@@ -203,7 +203,7 @@ def test_a_model_may_be_shared_by_several_logprob_models(tiny_model: Path) -> No
     model, batch = model_at(tiny_model), micro_batch()
     first = logprob_model(model)
     second = replace(first, temperature=2.0)
-    assert second.lm_head.is_fused
+    assert second.lm_head.can_replace_logits
     torch.testing.assert_close(
         first.logprobs(batch).double(), plain_logprobs(model, batch)[0].double(), rtol=1e-5, atol=1e-6
     )

@@ -170,7 +170,7 @@ def test_calls_respect_the_rate_limit(server: Server, monkeypatch: pytest.Monkey
 
 def test_the_key_is_read_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    judge(server, key="JUDGE_KEY")("a", {"prompt": "p"})
+    judge(server, key_variable="JUDGE_KEY")("a", {"prompt": "p"})
     judge(server)("a", {"prompt": "p"})
     assert server.keys == ["Bearer secret", None]
 

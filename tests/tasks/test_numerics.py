@@ -128,10 +128,10 @@ def groups(members: list[Row], size: int) -> list[Row]:
 def test_microbatches_contain_each_row_once_within_the_budget(budget: int) -> None:
     data = rows(17)
     batches = microbatches(data, list(range(17)), np.ones(17, np.float32), budget)
-    assert sorted(i for b in batches for i in b.rows) == list(range(17))
+    assert sorted(i for b in batches for i in b.row_indices) == list(range(17))
     for batch in batches:
-        assert len(batch.rows) == 1 or batch.input_ids.size <= budget
-        for k, i in enumerate(batch.rows):
+        assert len(batch.row_indices) == 1 or batch.input_ids.size <= budget
+        for k, i in enumerate(batch.row_indices):
             picked = batch.mask[k] > 0
             assert batch.targets[k][picked].tolist() == data[i].response.tolist()
             np.testing.assert_array_equal(batch.behaviour[k][picked], data[i].behaviour)

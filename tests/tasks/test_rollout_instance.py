@@ -411,6 +411,19 @@ async def test_interrupted_responses_are_delivered_after_the_server_was_unreacha
     assert await instance.interrupt(server, (TrajectoryId(0),)) == []
 
 
+async def test_two_interrupts_at_once_report_the_tokens_of_both(tmp_path: Path) -> None:
+    world = World(length=lambda _: 90)
+    server = make_server(world, tmp_path)
+    instance = make_instance(world)
+
+    await server.draw(0, 1)
+    await instance.route(server, (route_item(0, 1), route_item(1, 1)))
+    await asyncio.sleep(1.0)
+    both = await asyncio.gather(*(instance.interrupt(server, (TrajectoryId(i),)) for i in (0, 1)))
+    assert {(o.trajectory, o.num_tokens) for outcomes in both for o in outcomes} == {(0, 20), (1, 20)}
+    assert await instance.interrupt(server, (TrajectoryId(0),)) == []
+
+
 async def test_finished_responses_are_delivered_after_the_server_was_unreachable(tmp_path: Path) -> None:
     world = World(length=lambda _: 20)
     server = make_server(world, tmp_path)

@@ -72,7 +72,7 @@ BATCHES = {
 def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
     """Return a loss with different weights for each row."""
     assert entropy is not None
-    return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.rows])).sum() + 0.1 * entropy.sum()
+    return (logprobs * torch.tensor([[1.0 + i % 3] for i in part.row_indices])).sum() + 0.1 * entropy.sum()
 
 
 def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
@@ -88,7 +88,7 @@ def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) 
     logprobs = dict[int, Any]()
     for batch in under.microbatches(rows, range(len(rows)), weights):
         given = under.backward(batch, loss_of, entropy=True, by_token=True)
-        logprobs |= {i: given[k][torch.from_numpy(batch.mask[k] > 0)] for k, i in enumerate(batch.rows)}
+        logprobs |= {i: given[k][torch.from_numpy(batch.mask[k] > 0)] for k, i in enumerate(batch.row_indices)}
     handle.remove()
     return [*(logprobs[i] for i in range(len(rows))), *(p.grad.clone() for p in policy_model.parameters())], passes
 
