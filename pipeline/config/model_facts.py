@@ -68,10 +68,12 @@ def check_teacher(config: RunConfig, policy: Mapping[str, Any], reference: Mappi
     of both models."""
     max_tokens = min(context_of(policy), config.rollout.engine.kv_tokens)
     context, kv_tokens = context_of(reference), config.teacher.engine.kv_tokens
-    if context < max_tokens:
+    usable = context - (config.teacher.engine.name == "vllm")  # its request needs room for one more token
+    if usable < max_tokens:
         raise ConfigError(
             f"training.kl.reference: its context is {format_context(reference)}, and a trajectory may have "
-            f"{max_tokens} tokens; set rollout.engine.kv_tokens to at most {context}"
+            f"{max_tokens} tokens; with a teacher on {config.teacher.engine.name}, set rollout.engine.kv_tokens to at "
+            f"most {usable}"
         )
     if kv_tokens < max_tokens:
         raise ConfigError(

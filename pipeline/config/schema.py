@@ -220,7 +220,10 @@ class DeadlineConfig:
     start_s: float = knob(180.0, "seconds until all actors must be ready", above=0)
     call_s: float = knob(60.0, "seconds for an actor to answer a short call; after that it counts as lost", above=0)
     sample_s: float = knob(
-        120.0, "seconds an instance with work may sample nothing; after that it is replaced", above=0
+        120.0,
+        "seconds an instance with work may sample nothing, or a teacher may compute for one response; after that it is "
+        "replaced",
+        above=0,
     )
     train_s: float = knob(
         3600.0, "seconds for one training step, with the checkpoint that the trainer may still be writing", above=0

@@ -44,7 +44,7 @@ MAX_FALSE_LOSSES = 3
 """Number of times that an actor may report the trajectory server lost in the attempts of one call, although the driver
 can reach it, before the actor itself counts as lost. EnvironmentHosts counts the reports of a host's steps, which come
 as outcomes."""
-DeadlineKey = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
+DeadlineKey = Literal["start_s", "call_s", "sample_s", "train_s", "silent_s", "commit_s"]
 """The key in [deadlines] whose seconds limit a call."""
 SERVER = ActorArg("server")
 """The trajectory server, as an argument of calls."""

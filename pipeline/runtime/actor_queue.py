@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.pipeline.runtime.actor_client import DeadlineKey
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
@@ -57,10 +58,10 @@ class ActorQueue(ABC):
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
         """Let an actor process a batch, and report the results. Raises ActorLost, ActorFailed."""
 
-    async def _ask(self, name: str, method: str, *args: Any, within_s: float) -> Any:
+    async def _ask(self, name: str, method: str, *args: Any, deadline: DeadlineKey = "call_s", within_s: float) -> Any:
         """Return the result of a long call to an actor. Raises ActorLost if its process does not answer pings
-        meanwhile."""
-        request = self._actors.ask(name, method, *args, deadline="call_s", within_s=within_s)
+        meanwhile. deadline: the key of `deadlines` that within_s depends on."""
+        request = self._actors.ask(name, method, *args, deadline=deadline, within_s=within_s)
         call = asyncio.ensure_future(request)
         try:
             while not (await asyncio.wait({call}, timeout=self._config.deadlines.call_s))[0]:

@@ -20,6 +20,8 @@ from staleflow.stores.trajectory import TrajectoryId, is_evaluation
 class TeacherQueue(ActorQueue):
     """The responses of one run that wait for a teacher. Without teachers, nothing waits."""
 
+    max_batch = 4  # whose logprobs arrive together: a lost teacher repeats few, and a step waits for few others
+
     def __init__(self, config: RunConfig, actors: Actors) -> None:
         super().__init__(config, actors, config.teachers)
         self._pending: dict[TrajectoryId, asyncio.Future[None]] = {}
@@ -42,6 +44,7 @@ class TeacherQueue(ActorQueue):
 
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
         deadlines = self._config.deadlines
-        await self._ask(name, "score", SERVER, batch, within_s=deadlines.call_s + len(batch) * deadlines.sample_s)
+        within_s = deadlines.call_s + len(batch) * deadlines.sample_s
+        await self._ask(name, "score", SERVER, batch, deadline="sample_s", within_s=within_s)
         for trajectory in batch:
             self._pending.pop(trajectory).set_result(None)

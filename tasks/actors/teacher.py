@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.server_messages import TeacherItem, TeacherLogprobs
@@ -77,9 +78,11 @@ class Teacher:
         for trajectory, response_logprobs in logprobs:
             if not (finite := np.isfinite(response_logprobs)).all():
                 token = int(finite.argmin())
-                raise ValueError(
-                    f"token {token} of response {trajectory} has a logprob of {response_logprobs[token]} under the "
-                    "reference model; each sampled token needs a finite one"
+                # Another teacher would compute the same: the run ends.
+                raise ConfigError(
+                    f"training.kl.reference: token {token} of response {trajectory} has a logprob of "
+                    f"{response_logprobs[token]} under the reference model; each sampled token needs a finite one: use "
+                    "another reference"
                 )
         await call_actor(server, "record_teacher_logprobs", logprobs, timeout_s=self._call_s, actor_name="server")
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
+from staleflow.pipeline.config.model_facts import check_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.migration import LargestGain, NoMigration
 from staleflow.stores.errors import ConfigError
@@ -213,6 +214,20 @@ def test_a_teacher_whose_engine_cannot_compute_logprobs_is_rejected(
     assert load(tmp_path, GOOD, *TEACHER, "rollout.temperature=0.7").teachers == ("teacher-0",)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, GOOD, *TEACHER, *overrides)
+
+
+def test_a_teacher_has_to_fit_the_longest_trajectory(tmp_path: Path) -> None:
+    """vLLM's request for the logprobs of a sequence needs room for one more token."""
+    context = {"max_position_embeddings": 512, "vocab_size": 32}
+    for engine, most in (("transformers", 512), ("vllm", 511)):
+        name = f"teacher.engine.name={engine}"
+        check_teacher(load(tmp_path, GOOD, *TEACHER, name, f"rollout.engine.kv_tokens={most}"), context, context)
+        with pytest.raises(ConfigError, match=f"set rollout.engine.kv_tokens to at most {most}"):
+            check_teacher(
+                load(tmp_path, GOOD, *TEACHER, name, f"rollout.engine.kv_tokens={most + 1}"),
+                context | {"max_position_embeddings": 1024},
+                context,
+            )
 
 
 ADAPTER = "rollout.on_pull=adapter"

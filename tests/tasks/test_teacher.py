@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from staleflow.stores.context_branches import context_positions
-from staleflow.stores.errors import ActorFailed, ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.actors.server_messages import TeacherItem, TeacherLogprobs
 from staleflow.tasks.actors.teacher import Teacher
@@ -156,7 +156,7 @@ class InfiniteSettings:
 
 def test_an_impossible_token_is_named() -> None:
     (row,) = rows(1)
-    with pytest.raises(ActorFailed, match=f"token {len(row.response) - 1} of response 0 has a logprob of -inf"):
+    with pytest.raises(ConfigError, match=f"token {len(row.response) - 1} of response 0 has a logprob of -inf"):
         teach([row], InfiniteSettings())
 
 
