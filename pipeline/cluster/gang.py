@@ -236,7 +236,7 @@ def describe_workers(workers: Resources) -> str:
     """Describe the number of workers of a cluster, and how many may have each restricted role, for messages.
 
     >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
-    'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'
+    'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1, teacher 0'
     """
     role_sets = roles_by_worker(workers).values()
     counts = {role: sum(role in role_set for role_set in role_sets) for role in (DRIVER, *ROLES)}
