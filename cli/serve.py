@@ -129,7 +129,7 @@ def evaluate(
 ) -> None:
     """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model, as `serve` serves it. Before, a probe
     checks that the server obeys temperature 0 and that its logprobs are right. The figures of a run's checkpoint are
-    kept in its folder, unless --url names another server."""
+    kept in its folder, unless --url names another server or --set changes how it is served."""
     quiet_libraries()
     from staleflow.pipeline.runtime.evaluation_results import write_suite
     from staleflow.pipeline.stored_runs.serving import make_serving_plan
@@ -154,7 +154,7 @@ def evaluate(
     else:
         for figure in figures:
             click.echo(figure.line)
-    if (Path(target) / "config.toml").is_file() and not url:
+    if (Path(target) / "config.toml").is_file() and not url and not overrides:
         version = int(Path(plan.config.model.path).name.rpartition("-")[2])
         folder = write_suite(Path(target), as_evaluations(figures, settings, version))
         announce(f"stored in {folder}: `compare` and the run page show it")

@@ -67,11 +67,12 @@ def check_teacher(config: RunConfig, policy: Mapping[str, Any], reference: Mappi
     """Check that a teacher can compute each trajectory of a job. Raises ConfigError. policy, reference: the config.json
     of both models."""
     max_tokens = min(context_of(policy), config.rollout.engine.kv_tokens)
+    key = "training.kl.reference" if config.training.kl.reference else "model.path"
     context, kv_tokens = context_of(reference), config.teacher.engine.kv_tokens
     usable = context - (config.teacher.engine.name == "vllm")  # its request needs room for one more token
     if usable < max_tokens:
         raise ConfigError(
-            f"training.kl.reference: its context is {format_context(reference)}, and a trajectory may have "
+            f"{key}: its context is {format_context(reference)}, and a trajectory may have "
             f"{max_tokens} tokens; with a teacher on {config.teacher.engine.name}, set rollout.engine.kv_tokens to at "
             f"most {usable}"
         )

@@ -208,7 +208,8 @@ def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int
     if job.engine.is_vllm:
         share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
         proposal["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
-    if (start_s := round(START_S + 4 * model.parameters / LOAD_BYTES_S)) > job.start_s:
+    parameters = max(m.parameters for m in (model, job.teacher_model) if m is not None)
+    if (start_s := round(START_S + 4 * parameters / LOAD_BYTES_S)) > job.start_s:
         proposal["deadlines.start_s"] = start_s
     return proposal
 

@@ -47,7 +47,19 @@ class RefusalHandler(logging.Handler):
 def run_tasks(settings: dict[str, Any]) -> Any:
     """Run the tasks on the model. Returns their metrics, or {"unknown_task": name}."""
     import lm_eval
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
     from lm_eval.tasks import TaskManager
+
+    class ServedModel(LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval has no types
+        """Is greedy unless a task sets do_sample = true, as lm-eval's own models are."""
+
+        def _create_payload(
+            self, messages: Any, generate: bool = False, gen_kwargs: Any = None, **fields: Any
+        ) -> dict[str, Any]:
+            if generate and not gen_kwargs.get("do_sample"):
+                gen_kwargs = {**gen_kwargs, "temperature": 0}
+            payload: dict[str, Any] = super()._create_payload(messages, generate, gen_kwargs, **fields)
+            return payload
 
     server = settings["server"]
     manager = TaskManager(include_path=settings["include"] or None)
@@ -55,18 +67,17 @@ def run_tasks(settings: dict[str, Any]) -> Any:
         if not manager.match_tasks([task]):
             return {"unknown_task": task}
     evaluation: Any = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={
-            "base_url": f"{server['url']}/completions",
-            "model": server["model"],
-            "tokenizer": server["tokenizer"],
-            "tokenizer_backend": "huggingface",
-            "add_bos_token": adds_first_token(server["tokenizer"], chat=settings["chat"]),
-            "max_length": server["context"],
-            "num_concurrent": server["concurrency"],
-            "timeout": REPLY_TIMEOUT_S,
-        },
-        batch_size=1,  # the server itself batches what it is sent
+        model=ServedModel(
+            base_url=f"{server['url']}/completions",
+            model=server["model"],
+            tokenizer=server["tokenizer"],
+            tokenizer_backend="huggingface",
+            add_bos_token=adds_first_token(server["tokenizer"], chat=settings["chat"]),
+            max_length=server["context"],
+            num_concurrent=server["concurrency"],
+            timeout=REPLY_TIMEOUT_S,
+            batch_size=1,  # the server itself batches what it is sent
+        ),
         tasks=settings["tasks"],
         num_fewshot=settings["shots"],
         limit=settings["limit"],

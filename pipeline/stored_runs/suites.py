@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
@@ -118,7 +119,9 @@ async def evaluate_plan(
         else:
             error_type = ConfigError
         url = url.rstrip("/")
-        with raised_as(error_type, f"{url}: it lists no model", OSError, ValueError, LookupError, TypeError):
+        with raised_as(
+            error_type, f"{url}: it lists no model", OSError, HTTPException, ValueError, LookupError, TypeError
+        ):
             model = await asyncio.to_thread(model_name, url, key)
         server = CompletionsServer(
             url=url,

@@ -303,4 +303,5 @@ def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds()
     assert plan.teacher == engine_parts(large, teacher)
     assert taught.needed_gpus == alone.needed_gpus + 4
     assert plan.changes == {}, "it fits"
+    assert plan.proposed["deadlines.start_s"] == round(120 + 4 * large.parameters / 1e9), "the larger model"
     assert make_plan(shape("0.6B"), taught, 24 * GB).changes is None, "a teacher does not fit"
