@@ -197,7 +197,8 @@ def describe_shortage(needs: Needs, role_sets: RoleSets, workers: Sequence[str])
     ]
     if sufficient_roles:
         return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would be enough"
-    return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in workers)}" for role in ROLES)
+    roles = [role for role in ROLES if role != "teacher" or needs.teachers]
+    return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in workers)}" for role in roles)
 
 
 def roles_by_worker(workers: Resources) -> RoleSets:

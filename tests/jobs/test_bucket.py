@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_and_commands_accept_its_url(tmp_path: Path) -> Non
     shown = command("store", "show", url, "--trajectory", 3, "--json")
     assert json.loads(shown.stdout)[0]["trajectory"] == 3, shown.stderr
     repeated = error_line("run", bucket_job.file, "--store", stores, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
-    assert "there is a run's store already" in repeated
+    assert "there is a run's store or other data already" in repeated
     for verb in ("resume", "replay"):
         assert "a bucket has only the store; name the run's folder" in error_line(verb, url)
     assert f"{stores}/nothing" in error_line("store", "audit", f"{stores}/nothing")
