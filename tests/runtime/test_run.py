@@ -182,7 +182,6 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
     """The trajectories of a rollout worker continue on the other instance and on the replacement. A role that is killed
     later is restored while engines stay loaded."""
     struck: list[int] = []
-    engines: set[str] = set()
 
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         struck.append(await process_of(cluster, "rollout-0"))
@@ -190,7 +189,6 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
         steps = len(driver.report.steps)
         while not driver.report.losses or len(driver.report.steps) < steps + 2:
             await asyncio.sleep(0.05)
-        engines.update(name for name in cluster.placed if name.startswith("rollout"))
         os.kill(await process_of(cluster, role), signal.SIGKILL)
 
     overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2", "deadlines.call_s=6")
@@ -202,7 +200,8 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
     assert "rollout-0 " in first and f"{role} is gone" in second
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
-    assert {s.instance for row in store.ended() for s in row.trajectory.segments} <= {"rollout-0", *engines}
+    instances = {str(segment.instance) for row in store.ended() for segment in row.trajectory.segments}
+    assert instances <= {"rollout-0", "rollout-0.1", "rollout-1"}, "only the killed one was replaced"
 
 
 def test_a_killed_teacher_is_replaced_and_steps_are_verified_without_it(job: Path) -> None:
