@@ -127,7 +127,7 @@ DATA = (
     Case(name="data: not text", command="run job.toml", says=("data.jsonl", "cannot be read"),
          prepare=(write_text("data.jsonl", b"\xff\xfe{}\n"),)),
     Case(name="data: a prompt that is too long", command="run job.toml --set steps=50",
-         says=("data.jsonl, line 7", "tokens", "rollout.max_new_tokens = 16", "task.skip_long"),
+         says=("data.jsonl, line 7", "tokens", "max_new_tokens = 16", "task.skip_long"),
          prepare=(rewrite("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
     Case(name="data: a prompt that is too long for the cache", says=("rollout.engine.kv_tokens of 64 less",),
          command=f"run job.toml --set rollout.engine.kv_tokens=64 --set 'task.template={'1 ' * 60}{{prompt}}'"),
