@@ -45,7 +45,8 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors in the process, by address. Tensors of PyTorch's compiler have no memory."""
     by_address = {}
     for item in gc.get_objects():
-        if isinstance(item, torch.Tensor) and not isinstance(item, FakeTensor):
+        # Not isinstance, which reads __class__: of some deprecated objects of PyTorch, that raises a warning.
+        if issubclass(type(item), torch.Tensor) and not isinstance(item, FakeTensor):
             for tensor in (item, item.grad if item.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
