@@ -311,35 +311,33 @@ def test_a_reward_worker_may_move_again(body: Body) -> None:
     assert run.outcomes.losses == []
 
 
-def test_a_reward_worker_that_dies_while_it_moves_is_replaced(body: Body) -> None:
-    async def give_back(run: Run) -> None:
-        await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
-        run.driver.release_worker(run.workers.placed["reward-1"].address)
+async def release_scored(run: Run) -> None:
+    """Release the worker of reward-1 once it has scored."""
+    await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
+    run.driver.release_worker(run.workers.placed["reward-1"].address)
 
+
+def test_a_reward_worker_that_dies_while_it_moves_is_replaced(body: Body) -> None:
     dies = Fault(actor="reward-1", method="__init__", nth=2, dies="after")
-    run = body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back, faults=[dies])
+    run = body.checked_run(
+        "reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=release_scored, faults=[dies]
+    )
     assert run.workers.names.count("reward-1") == 3
     assert len(run.outcomes.losses) == 1
 
 
 def test_a_reward_worker_lost_while_a_move_waits_is_placed_once(body: Body) -> None:
-    async def give_back(run: Run) -> None:
-        await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
-        run.driver.release_worker(run.workers.placed["reward-1"].address)
-
     dies = Fault(actor="reward-1", method="score", dies="after")
-    run = body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back, faults=[dies])
+    run = body.checked_run(
+        "reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=release_scored, faults=[dies]
+    )
     assert run.workers.names.count("reward-1") == 2
     assert len(run.outcomes.losses) == 1
 
 
 def test_a_reward_worker_that_fails_after_its_move_does_not_end_the_run(body: Body) -> None:
-    async def give_back(run: Run) -> None:
-        await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
-        run.driver.release_worker(run.workers.placed["reward-1"].address)
-
     fails = Fault(actor="reward-1", method="check", nth=2, error=ActorFailed("OSError: stale file handle"))
-    body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back, faults=[fails])
+    body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=release_scored, faults=[fails])
 
 
 def test_no_reward_worker_is_released_before_the_run_trains(body: Body) -> None:
