@@ -46,6 +46,17 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     return ModelFacts(context_length=context, eos=() if config.emulated else eos, nonce=secrets.token_hex(4))
 
 
+def inspect_teacher(config: RunConfig) -> None:
+    """Read the configurations of the policy and the reference model, and check them as `check_teacher` does. Raises
+    ConfigError. The machine that submits a job may have neither model."""
+    names = {"model.path": config.model.path}
+    if config.training.kl.reference:
+        names["training.kl.reference"] = config.training.kl.reference
+    folders = [find_model(name, key) or name for key, name in names.items()]
+    architectures = [_load_configuration(str(f), f"{key} = {f!r}")[0] for key, f in zip(names, folders, strict=True)]
+    check_teacher(config, architectures[0], architectures[-1])
+
+
 def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
     """Check that the lengths of a job fit the context of a model. Raises ConfigError. architecture: its config.json."""
     context, max_new_tokens, kv_tokens = (

@@ -19,7 +19,7 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
-from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
+from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model, inspect_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import StartRecorder
 from staleflow.pipeline.recovery import source_fingerprints
@@ -73,6 +73,8 @@ async def execute(
         security: Dask's security object for the cluster that the job names.
     """
     facts = inspect_model(config)
+    if config.teachers:
+        inspect_teacher(config)
     config = user_files.with_absolute_paths(config)
     user_files.check(config)
     if driver_worker is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
-from staleflow.pipeline.config.model_facts import check_teacher
+from staleflow.pipeline.config.model_facts import check_teacher, inspect_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.migration import LargestGain, NoMigration
 from staleflow.stores.errors import ConfigError
@@ -228,6 +229,17 @@ def test_a_teacher_has_to_fit_the_longest_trajectory(tmp_path: Path) -> None:
                 context | {"max_position_embeddings": 1024},
                 context,
             )
+
+
+def test_the_configuration_of_a_reference_is_read_where_the_run_is(tmp_path: Path, tiny_model: Path) -> None:
+    """Its context is shorter than the policy's."""
+    reference = shutil.copytree(tiny_model, tmp_path / "reference")
+    settings = json.loads((reference / "config.json").read_text())
+    (reference / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
+    policy = f"model.path={tiny_model}"
+    inspect_teacher(load(tmp_path, GOOD, *TEACHER, policy))
+    with pytest.raises(ConfigError, match=r"training\.kl\.reference: its context is 16 tokens"):
+        inspect_teacher(load(tmp_path, GOOD, *TEACHER, policy, f"training.kl.reference={reference}"))
 
 
 ADAPTER = "rollout.on_pull=adapter"
