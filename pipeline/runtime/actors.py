@@ -166,12 +166,15 @@ class Actors(WeightPublisher):
         missing_names = [name for name in names if name not in self._workers.placed]
         if not missing_names:
             return f"all {len(names)} ready, {self._trainer_activity}"
-        loads_model = not self._config.emulated and any(
-            n == "trainer" or n.startswith(("rollout-", "teacher-")) for n in missing_names
-        )
+        policy, models = self._config.model.path, list[str]()
+        if any(name == "trainer" or name.startswith("rollout-") for name in missing_names):
+            models.append(policy)
+        if any(name.startswith("teacher-") for name in missing_names):
+            models.append(self._config.training.kl.reference or policy)
         shown_names = ", ".join(missing_names[:MAX_NAMES_SHOWN])
         suffix = f" and {len(missing_names) - MAX_NAMES_SHOWN} more" if len(missing_names) > MAX_NAMES_SHOWN else ""
-        loading = f" (loading {self._config.model.path})" if loads_model else ""
+        loads_models = models and not self._config.emulated
+        loading = f" (loading {', '.join(dict.fromkeys(models))})" if loads_models else ""
         return f"{len(names) - len(missing_names)} of {len(names)} ready, waiting for {shown_names}{suffix}{loading}"
 
     async def place_stateless(self, name: str) -> None:

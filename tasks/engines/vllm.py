@@ -332,7 +332,7 @@ def make_engine(settings: VllmSettings) -> Any:
         if settings.device == "cuda":
             raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
-    with raised_as(ConfigError, "rollout.engine: vLLM refuses it", TypeError, ValueError):
+    with raised_as(ConfigError, "rollout.engine or teacher.engine: vLLM refuses it", TypeError, ValueError):
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
     if not settings.num_served_versions:
         engine.collective_rpc("init_weight_transfer_engine", args=({},))

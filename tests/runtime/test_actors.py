@@ -119,6 +119,15 @@ async def test_start_progress_states_what_is_loading(body: Body, missing: str, l
         assert stage.actors.start_progress == f"4 of 5 ready, waiting for {missing}{loading}"
 
 
+async def test_a_missing_teacher_loads_the_reference(body: Body) -> None:
+    overrides = ("model.path=none", "teacher.instances=1", "training.kl={coefficient=1.0, reference='other'}")
+    async with body.placed("rollout.engine.name=transformers", *overrides) as stage:
+        stage.workers.placed.pop("teacher-0")
+        assert stage.actors.start_progress.endswith("waiting for teacher-0 (loading other)")
+        stage.workers.placed.pop("trainer")
+        assert stage.actors.start_progress.endswith("waiting for trainer, teacher-0 (loading none, other)")
+
+
 # -- calling -------------------------------------------------------------------------------------------------------
 
 
