@@ -44,6 +44,8 @@ ADMISSION_POLL_S = 0.5
 RESUME_HINT = "the stored data is complete; `staleflow resume` continues the run"
 WORKER_CHECK_S = 1.0
 """Seconds between two checks whether the worker on which an actor is being created is still there."""
+STACK_S = 5.0
+"""Maximum seconds until a worker returns the stack of an actor that is not ready."""
 _CURRENT_CLIENT_LOCK = threading.Lock()
 """Held while a client is made current. Dask sets its global scheduler in the meantime. If two actors or runs of this
 process overlapped, it would stay set, and later Dask computations in this process would look for a client."""
@@ -178,7 +180,10 @@ class DaskWorkers:
         try:
             async with asyncio.timeout(within_s):
                 actor = await self._wait_for_actor(future, name, address)
-        except (StaleflowError, TimeoutError):
+        except TimeoutError:
+            logger.warning("%s is not ready (%s): %s", name, future.status, await self._creation_stack(future, address))
+            raise
+        except StaleflowError:
             raise
         except Exception as error:
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
@@ -212,6 +217,16 @@ class DaskWorkers:
             return await pending
         finally:
             pending.cancel()
+
+    async def _creation_stack(self, future: Any, address: str) -> str:
+        """Return the stack of the thread that creates an actor, or why it is not known."""
+        try:
+            async with asyncio.timeout(STACK_S):
+                stacks = await self.client.call_stack(keys=[future.key])
+        except (OSError, RuntimeError, KeyError, TimeoutError) as error:
+            return f"its stack is not known: {type(error).__name__} {error}".rstrip()
+        stack = stacks.get(address, {}).get(future.key)
+        return "its stack is\n" + "".join(stack) if stack else "no thread of its process is creating it"
 
     def release_light_actor(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""

@@ -22,6 +22,8 @@ RUN = virtual_time.run
 class PlayedFuture:
     """An actor that is created after a delay, never, or with an error."""
 
+    key, status = "server-1", "pending"
+
     def __init__(self, seconds: float, error: Exception | None = None) -> None:
         self._seconds, self._error = seconds, error
         self.released = False
@@ -45,7 +47,7 @@ class PlayedClient:
 
     def __init__(self, workers: dict[str, dict[str, int]]) -> None:
         self.workers = workers
-        self.create_s = 1.0
+        self.create_s, self.stack_s = 1.0, 0.0
         self.error: Exception | None = None
         self.submitted: list[dict[str, Any]] = []
         self.restarted: list[str] = []
@@ -75,6 +77,10 @@ class PlayedClient:
     def submit(self, cls: type[Any], *args: Any, **options: Any) -> PlayedFuture:
         self.submitted.append(options)
         return PlayedFuture(self.create_s, self.error)
+
+    async def call_stack(self, keys: list[str]) -> dict[str, dict[str, tuple[str, ...]]]:
+        await asyncio.sleep(self.stack_s)
+        return {"tcp://a": {keys[0]: ("in load_model\n", "in read\n")}}
 
     async def retire_workers(self, addresses: list[str]) -> dict[str, Any]:
         self.retiring += addresses
@@ -182,12 +188,20 @@ async def test_an_actor_waits_for_a_worker_that_joins() -> None:
         assert (await waits).worker == "b"
 
 
-async def test_an_actor_that_does_not_start_is_lost_after_start_s() -> None:
+@pytest.mark.parametrize(
+    ("stack_s", "stack"),
+    [(0.0, "its stack is\nin load_model\nin read\n"), (1e6, "its stack is not known: TimeoutError")],
+    ids=["busy", "stopped"],
+)
+async def test_an_actor_that_does_not_start_is_lost_after_start_s_and_its_stack_is_logged(
+    stack_s: float, stack: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with workers_of(["a"], num_heavy=1) as (placing, client):
-        client.create_s = 1e6
+        client.create_s, client.stack_s = 1e6, stack_s
         with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
             await place(placing, "rollout")
-        assert asyncio.get_running_loop().time() == pytest.approx(50.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(50.0 + min(stack_s, 5.0))
+        assert caplog.messages == [f"rollout-0 is not ready (pending): {stack}"]
 
 
 async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() -> None:
