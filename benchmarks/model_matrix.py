@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -389,10 +390,19 @@ def differences(outcomes: dict[str, str]) -> list[str]:
             reason = outcome.removeprefix(PADDED).partition(", by ")[0]  # by how much, which differs by family
             columns.setdefault(reason, []).append(f"{column} padded")
         elif outcome != "yes":
-            columns.setdefault(outcome, []).append(f"no {column}")
+            columns.setdefault(reason_of(outcome), []).append(f"no {column}")
     gaps = [f"{', '.join(names)}: {reason}" for reason, names in columns.items()]
     untried = [column for column in COLUMNS if column not in outcomes]
     return [*gaps, *([f"{', '.join(untried)} not tried"] if untried else [])]
+
+
+def reason_of(outcome: str) -> str:
+    """The reason that an error gives, without its class and what it advises.
+
+    >>> reason_of("ConfigError: lora.targets = []: it has no layer; train all weights")
+    'lora.targets = []: it has no layer'
+    """
+    return re.sub(r"^\w+Error: ", "", outcome).partition("; ")[0]
 
 
 def main() -> None:

@@ -213,5 +213,12 @@ def _figure(recipe: Recipe) -> str:
 def _runs(measured: Sequence[Any]) -> str:
     if not measured:
         return "not run"
-    runs = (f"{m.before:.3f} to {m.after:.3f} ({m.stderr:.3f}), {m.seconds} s, seed {m.seed}" for m in measured)
-    return "; ".join(runs)
+    before, after, stderr = ([getattr(m, name) for m in measured] for name in ("before", "after", "stderr"))
+    runs = f", {len(measured)} runs" if len(measured) > 1 else ""
+    seconds = _range([m.seconds for m in measured], "d")
+    return f"{_range(before)} to {_range(after)} ({max(stderr):.3f}), {seconds} s{runs}"
+
+
+def _range(values: Sequence[float], form: str = ".3f") -> str:
+    """Least and most of measured values, as `0.081-0.177`, or the value if all are equal."""
+    return "-".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
