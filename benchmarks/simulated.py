@@ -305,7 +305,7 @@ SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
     (AUTHORS, 3, "`staleflow`, routing of StaleFlow's authors", "`eta` 3, `mu` .3, .2, .1"),
     *(("staleflow", eta, "the default: `staleflow`, `deadline`", f"`eta` {eta}") for eta in (1, 2, 3)),
     (CUTTING, None, "the same, stragglers truncated", "`eta` 3, `patience` .1, `share` .02"),
-    ("interrupt", 3, "the default with `on_pull = \"interrupt\"`", "`eta` 3"),
+    ("interrupt", 3, 'the default with `on_pull = "interrupt"`', "`eta` 3"),
 )
 """system, eta (None: its best), and what the page says: the rule and the values tried."""
 
