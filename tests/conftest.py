@@ -114,6 +114,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             local_cluster.start_fork_server(1, modules)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Freeze the objects again that a driver has unfrozen, for the next full collection."""
+    if gc.get_freeze_count() == 0:
+        gc.collect(1)
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Name the tests that were skipped without a browser in the very last line."""
