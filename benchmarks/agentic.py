@@ -332,7 +332,7 @@ def page(results: list[dict[str, Any]]) -> str:
     lines += [ASYNCHRONOUS, *table(["system", *head], _asynchronous(of("asynchronous"), names))]
     lines += [PREFIX]
     lines += table(
-        ["engine, routing", "KV tokens", "cached with affinity", "without", "s a step with", "without"],
+        ["engine", "KV tokens", "cached with affinity", "without", "s a step with", "without"],
         _affinity([r for r in of("prefix") if r["routing"] == "least_requests"] + of("prefix_real")),
     )
     return "\n".join(lines).rstrip() + "\n"
@@ -365,10 +365,10 @@ def _asynchronous(results: list[dict[str, Any]], names: list[str]) -> list[list[
 
 
 def _affinity(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each engine, routing rule and cache, with affinity and without."""
+    """A row for each engine and cache, with affinity and without."""
     pairs: dict[tuple[str, int], dict[bool, dict[str, Any]]] = {}
     for r in results:
-        name = f"`{r.get('engine', 'emulated')}`, `{r.get('routing', 'least_requests')}`"
+        name = f"`{r.get('engine', 'emulated')}`"
         pairs.setdefault((name, r["kv_tokens"]), {})[r["affinity"]] = r
     rows = []
     for (name, kv_tokens), pair in pairs.items():

@@ -64,7 +64,7 @@ def job_keys(schema: dict[str, Any], prefix: str = "") -> set[str]:
 def test_pages_name_only_existing_job_keys() -> None:
     keys = job_keys(json.loads(Path("docs/job.schema.json").read_text()))
     tables = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key} - {"task"}))
-    example = "rollout.engine.echoes"  # of the engine that docs/extending.md adds
+    example = "rollout.engine.echoes"  # of the engine that CONTRIBUTING.md adds
     named = {
         (str(page), name)
         for page in PAGES

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md run as printed and have the stated lengths."""
+"""The examples of docs/extending.md, and the engine of CONTRIBUTING.md, run as printed and have the stated lengths."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ def test_an_engine_is_registered_by_its_settings() -> None:
     registry: Registry[Any] = Registry("engine", "rollout.engine", engines.EngineSettings)
     known = {"ENGINES": registry, "ModelSettings": engines.ModelSettings, "knob": knob, "dataclass": dataclass}
     known |= {"__name__": __name__}
-    exec(compile(blocks("An engine", "python")[0], "settings.py", "exec", dont_inherit=True), known)
+    example = Path("CONTRIBUTING.md").read_text().split("\n### An engine\n")[1]
+    (settings, _) = re.findall(r"```python\n(.*?)```", example, re.DOTALL)
+    exec(compile(settings, "settings.py", "exec", dont_inherit=True), known)
     assert {ENGINES.find(name) for name in ENGINES.names} == set(MODULES)
     assert registry.names_with_knob("echoes") == ["parrot"]
     with pytest.raises(TypeError, match="engine 'mute' must be a dataclass derived from EngineSettings"):

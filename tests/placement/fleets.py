@@ -122,7 +122,6 @@ def fleets() -> dict[str, Fleet]:
 
 SHOWN = (
     "One GPU, which trainer and instance share",
-    "Two GPUs, in turns",
     "Two hosts of eight",
     "A third job, too large",
 )
