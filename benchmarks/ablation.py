@@ -3,13 +3,12 @@
     python -m benchmarks.ablation --out docs
 
 writes ablation.json, of which benchmarks/simulated.py makes a section of its page. Means of seeds, 36 steps.
-First the routing rules by bound, then one strategy added at a time.
+One strategy is added at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -26,8 +25,6 @@ JOB = "examples/longtail.toml"
 STEPS = ("steps=36",)
 """Steps of a run; 24 of them are measured at bound 3."""
 SEEDS = (1, 2, 3)
-ROUTINGS = ("least_requests", "throughput_optimal", "deadline")
-"""Routing rules, at their default knobs."""
 SYNCHRONOUS = (
     "staleness.eta=0",
     "staleness.admission=synchronous",
@@ -68,10 +65,7 @@ ablation.json.
 
 | `eta` 3 unless synchronous | ratio | of the roofline | recomputed, per sampled token |
 |---|---|---|---|"""
-ADVICE = """\
-The last row trains on unfinished responses, so it is not comparable with the others. Routing rules, with
-`interrupt` and with `keep`:
-"""
+LAST_ROW = "The last row trains on unfinished responses, so it is not comparable with the others."
 
 
 def stored(folder: Path) -> list[dict[str, Any]]:
@@ -91,13 +85,10 @@ def section(results: list[dict[str, Any]]) -> list[str]:
             shares = [(r["discarded"], f"{r['discarded']:.1%} discarded"), (r["truncated"], f"{r['truncated']:.2%}")]
             settings = ", ".join([r["settings"], *(text for share, text in shares if share)])
             lines.append(f"| {settings} | {r['ratio']:.2f} | {r['of_roofline']:.0%} | {r['reprefilled']:.2f} |")
-    lines += ["", ADVICE, f"| `eta` | {' | '.join(f'`{name}`' for name in ROUTINGS)} |", "|---" * 4 + "|"]
-    ratios = {(r["eta"], r["routing"], r["on_pull"]): f"{r['ratio']:.2f}" for r in results if r["part"] == "routing"}
-    for eta in dict.fromkeys(eta for eta, _, _ in ratios):
-        cells = [f"{ratios[eta, name, 'interrupt']}, {ratios[eta, name, 'keep']}" for name in ROUTINGS]
-        lines.append(f"| {eta} | {' | '.join(cells)} |")
     return [
         *lines,
+        "",
+        LAST_ROW,
         "",
         "![Four instances at bound 3: they pull in turns, fill with new work, then drain](longtail.png)",
     ]
@@ -111,30 +102,19 @@ def run(overrides: tuple[str, ...]) -> SimulationStats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs"))
-    parser.add_argument("--quick", action="store_true", help="one seed, bound 1, few steps")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     args = parser.parse_args()
-    seeds, bounds = (SEEDS[:1], [1]) if args.quick else (args.seeds, [1, 2, 3])
+    seeds = SEEDS[:1] if args.quick else args.seeds
     steps = ("steps=4",) if args.quick else STEPS
     with ProcessPoolExecutor(args.processes) as pool:
 
         def measured(overrides: tuple[str, ...]) -> list[SimulationStats]:
             return list(pool.map(run, [(*overrides, *steps, f"seed={seed}") for seed in seeds]))
 
-        def rate(overrides: tuple[str, ...]) -> float:
-            return mean(m.steady_tokens_per_s for m in measured(overrides))
-
-        base = rate(SYNCHRONOUS)
+        base = mean(m.steady_tokens_per_s for m in measured(SYNCHRONOUS))
         results: list[dict[str, Any]] = [{"part": "synchronous", "tokens_per_s": base, "seeds": seeds}]
-        for eta, on_pull in itertools.product(bounds, ("interrupt", "keep")):
-            for routing in ROUTINGS:
-                named = ROUTING_RULES.get(routing, routing)
-                chosen = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}", f"rollout.routing={named}")
-                results.append(
-                    {"part": "routing", "eta": eta, "on_pull": on_pull, "routing": routing,
-                     "ratio": rate(chosen) / base}
-                )  # fmt: skip
         results += [_strategy(name, measured(overrides), base) for name, overrides in CASES.items()]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "ablation.json").write_text("[\n" + ",\n".join(json.dumps(r) for r in results) + "\n]\n")

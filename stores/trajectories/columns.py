@@ -160,9 +160,9 @@ def reference() -> str:
     """Generate the list of columns in docs/store.md."""
     lines = []
     for column in COLUMNS:
-        kind = "word" if column.members else column.dtype
-        unit = f", {column.unit}" if column.unit else ""
-        lines.append(f"- `{column.name}` ({kind}{unit}): {column.meaning}")
+        kind = "word" if column.members else "" if column.dtype == "int64" else column.dtype
+        properties = ", ".join(filter(None, (kind, column.unit)))
+        lines.append(f"- `{column.name}`{properties and f' ({properties})'}: {column.meaning}")
     return "\n".join(lines)
 
 
