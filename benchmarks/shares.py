@@ -4,7 +4,7 @@
     python -m benchmarks.shares --instances 2048 --running 64 --steps 4 --bounds 1 --seeds 1
 
 A share is a coordinator with a ledger, instances and groups of its own; step n trains on the batches that all shares
-consumed for it (docs/protocol.md). Both columns sample the same prompts with the same lengths. In the last column one
+consumed for it (docs/results.md). Both columns sample the same prompts with the same lengths. In the last column one
 coordinator is lost in the middle of the run, with all that its instances have not delivered; a new one resumes its
 groups after the seconds of `simulation.replace_s`. It fails (exit 1) if a step broke the bound or took other than its
 number of groups, or a trajectory ended twice or was dropped.
