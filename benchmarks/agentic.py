@@ -392,8 +392,8 @@ routing to the fewest requests (`least_requests`). Ratios depend on these.
 LOCK_STEP = """\
 ## Environments that do not wait for each other
 
-Latency N(10, 10) s. Baseline, as in the paper: no environment takes its next turn before all of the batch have
-replied. The paper: 892 to 362 s, 2.46 times.
+Latency N(10, 10) s. In lock step no environment takes its next turn before all of the batch have replied. The paper:
+892 to 362 s, 2.46 times.
 """
 REDUNDANCY = """\
 ## Redundant environments
@@ -407,9 +407,8 @@ ASYNCHRONOUS = f"""\
 
 Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step, on eight GPUs of its own. ALFWorld-like: 16 x 8, 25 turns,
 latency 2 s (median, lognormal). SWE-like: 8 x 8, 30 turns, 5 s, 30 s to reset. Redundant: two groups and one member
-more. `credits` is ROLL Flash's rule. The bound held in all runs. Ratios are to the best synchronous training with as
-many GPUs: no lock step between environments, and rollout and training both on all 16 GPUs, in turns. The paper: 2.72
-on ALFWorld (2.27 without redundancy), 1.81 on SWE (1.68).
+more. `credits` is ROLL Flash's rule. The bound held in all runs. Ratios are to synchronous training in turns on all 16
+GPUs, without lock step. The paper: 2.72 on ALFWorld (2.27 without redundancy), 1.81 on SWE (1.68).
 """
 PREFIX = """\
 ## Cached contexts

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import statistics
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -312,7 +311,7 @@ SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
 
 def page(results: list[dict[str, Any]], long_tail: list[dict[str, Any]]) -> str:
     """The page of all results, as Markdown. long_tail: those of benchmarks/ablation.py."""
-    everything, results = results, [r for r in results if r["workload"] in WORKLOADS and r["instances"] != LARGE]
+    results = [r for r in results if r["workload"] in WORKLOADS and r["instances"] != LARGE]
     sizes = sorted({r["instances"] for r in results})
     lines = [HEAD, f"| `admission` | tried | {' | '.join(f'{size} instances' for size in sizes)} |"]
     lines += ["|---" * (2 + len(sizes)) + "|"]
@@ -324,7 +323,6 @@ def page(results: list[dict[str, Any]], long_tail: list[dict[str, Any]]) -> str:
     for size in sizes:
         lines += _margins([r for r in results if r["instances"] == size], size)
     lines += _details(results)
-    lines += _versus_authors(everything)
     lines += ["", "![Ratio to synchronous by model, lengths and rule](simulated.png)", ""]
     lines += ablation.section(long_tail) if long_tail else []
     return "\n".join(lines).rstrip() + "\n"
@@ -370,7 +368,7 @@ def _margins(results: list[dict[str, Any]], size: int) -> list[str]:
 
 
 def _details(results: list[dict[str, Any]]) -> list[str]:
-    """What routing gains, what truncation truncates, and what `credits` discards."""
+    """What routing gains, truncation truncates and `credits` discards, and the share of the roofline."""
     sizes = sorted({r["instances"] for r in results})
     parts = [own for size in sizes for own, _, _ in combinations([r for r in results if r["instances"] == size])]
     gains = [
@@ -396,37 +394,10 @@ def _details(results: list[dict[str, Any]]) -> list[str]:
             stale.append(discarded / (discarded + sum(ended["consumed"] for ended in runs)))
     if stale:
         lines.append(f"- `credits` with `alpha` 3 discards {min(stale):.0%} to {max(stale):.0%} of its responses.")
+    if reached := [r["of_bound"] for r in results if (r["system"], r["eta"]) == ("staleflow", 3)]:
+        share = f"{statistics.mean(reached):.0%} ({min(reached):.0%} to {max(reached):.0%})"
+        lines.append(f"- `deadline` at `eta` 3 reaches {share} of the roofline of its job.")
     return lines
-
-
-def _versus_authors(results: list[dict[str, Any]]) -> list[str]:
-    """`deadline` against StaleFlow's rule with its published `mu`, on the same seeds, and its share of the roofline."""
-    rates = {(*combination(r), r["system"], r["knob"]): r["steady_tokens_per_s"] for r in results}
-    groups: dict[str, list[float]] = {}
-    for key, rate in rates.items():
-        size, _, workload, eta, _, system, _ = key
-        base = rates.get((*key[:5], AUTHORS, "mu 0.1"))
-        if system == "staleflow" and base and eta:
-            kind = "" if workload in WORKLOADS else " and power-law lengths, on which nothing was chosen"
-            groups.setdefault(f"{size} instances{kind}", []).append(rate / base)
-    reached = [r["of_bound"] for r in results if (r["system"], r["eta"]) == ("staleflow", 3)]
-    if not groups:
-        return []
-    spreads = "; ".join(
-        f"{statistics.mean(ratios):.3f} times ({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} runs) with {name}"
-        for name, ratios in sorted(groups.items())
-    )
-    share = f"{statistics.mean(reached):.0%} ({min(reached):.0%} to {max(reached):.0%})"
-    return [
-        "- `deadline` over the routing of StaleFlow's authors, `mu` .1, `eta` 1 to 3:",
-        *(f"  {line}" for line in textwrap.wrap(f"{spreads}.", 118)),
-        f"- `deadline` at `eta` 3 reaches {share} of the roofline of its job.",
-    ]
-
-
-def combination(result: dict[str, Any]) -> tuple[Any, ...]:
-    """Instances, model, workload, bound and seed of a run."""
-    return tuple(result[name] for name in ("instances", "model", "workload", "eta", "seed"))
 
 
 def combinations(results: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], str, str]]:
