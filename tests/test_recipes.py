@@ -11,10 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import staleflow
 from examples.recipes import __main__ as command
+from examples.recipes import picture
 from examples.recipes import recipe as recipes
 from examples.recipes.recipe import Band, Data, Measurement, Recipe
 from staleflow.tasks.settings import user_code
@@ -141,6 +144,23 @@ def test_a_stored_run_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config.write_text(config.read_text().replace("steps = 3", "steps = 4"))
     assert command.main(["sums", "--check", str(run)]) == 1
     assert "3 of 4 steps are done; `staleflow resume" in capsys.readouterr().out
+
+
+def test_a_picture_has_a_plot_of_each_run_with_its_curve_and_bands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stored_simulation(tmp_path, "name=a", "steps=3")
+    figures, rewards = list[Figure](), [0.1 * i for i in range(15)]
+    monkeypatch.setattr(recipes, "curves", lambda _: {"reward": rewards})
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    picture.main([str(tmp_path / "recipes.png"), f"sums={run}", f"agent_game={run}"])
+    sums, game = figures[0].axes
+    assert [axes.get_title() for axes in (sums, game)] == ["sums", "agent_game"]
+    assert list(np.asarray(sums.lines[0].get_ydata())) == rewards
+    boxes = [[c.get_datalim(axes.transData) for c in axes.collections] for axes in (sums, game)]
+    assert [[list(box.extents) for box in row] for row in boxes] == [
+        [[14, 0.75, 15, 0.95]], [[14, 0.94, 15, 1.0], [10, 0.78, 14, 0.95]],
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

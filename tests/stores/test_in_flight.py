@@ -17,6 +17,7 @@ from staleflow.stores.in_flight.spool_entries import (
     GroupDrawn,
     InFlightResumed,
     RewardDelivered,
+    TeacherDelivered,
     TokensDelivered,
     TrajectoriesDiscarded,
     TrajectoriesRouted,
@@ -277,6 +278,35 @@ def discarded(trajectory: int) -> TrajectoriesDiscarded:
         reason=AbortReason.SURPLUS_MEMBER, step=0,
     )  # fmt: skip
     return TrajectoriesDiscarded(endings=(ending,), versions=(PolicyVersion(0),))
+
+
+def test_a_teachers_logprobs_are_accepted_once_after_the_reward_one_for_each_token() -> None:
+    def teacher(*logprobs: float, count: int = 2) -> TeacherDelivered:
+        values = np.asarray(logprobs, np.float32)
+        return TeacherDelivered(trajectory=TrajectoryId(0), tokens=count, logprobs=values)
+
+    state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 2, finish=FinishReason.STOP))
+    assert not state.apply(teacher(-1.0, -2.0)), "before the reward"
+    state.apply(reward(0, 2))
+    for entry in (teacher(-1.0), teacher(-1.0, count=1), teacher(-1.0, np.nan), teacher(-1.0, -2.0, -3.0)):
+        assert not state.apply(entry)
+    assert state.live[TrajectoryId(0)].teacher_logprobs is None
+    assert state.apply(teacher(-1.0, -2.0))
+    assert not state.apply(teacher(-3.0, -4.0)), "the second answer of a teacher"
+    stored = state.live[TrajectoryId(0)].teacher_logprobs
+    assert stored is not None
+    assert stored.tolist() == [-1.0, -2.0]
+
+
+def test_a_batch_is_taken_once_and_whole() -> None:
+    state = flight(drawn(0))
+    member, absent = TrajectoryId(0), TrajectoryId(10 * MEMBERS)
+    versions = (PolicyVersion(0),)
+    assert not state.apply(BatchTaken(step=0, trajectories=(member, absent), versions=versions * 2))
+    assert member in state.live
+    assert state.apply(BatchTaken(step=0, trajectories=(member,), versions=versions))
+    assert not state.apply(BatchTaken(step=0, trajectories=(TrajectoryId(1),), versions=versions))
+    assert [t.id for t in state.batches[0]] == [member]
 
 
 def test_an_entry_that_changes_nothing_is_reported_as_such() -> None:
