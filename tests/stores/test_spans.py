@@ -112,6 +112,10 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda root: root["rows/turns"].__setitem__(MANY_TURNS, 2),
         "given tokens, 1.75 s; stored are 2 turns",
     ),
+    "another number of given tokens": (
+        lambda root: root["rows/given_tokens"].__setitem__(MANY_TURNS, root["rows/given_tokens"][MANY_TURNS] + 1),
+        "given tokens, 1.75 s; stored are 3 turns",
+    ),
     "no numbers of turns": (lambda root: root.__delitem__("rows/turns"), "stored are 0 turns"),
     "a given token with a teacher's logprob": (
         lambda root: set_token(root, "teacher", sampled=False, value=-1.0),
