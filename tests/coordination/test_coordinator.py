@@ -173,6 +173,9 @@ def test_the_life_of_a_trajectory_from_draw_to_training() -> None:
     commands = bench.publish(1)
     assert [type(c) for c in commands] == [Pull, FetchPrompts]
     assert bench.coordinator.story(TrajectoryId(0))[-1].split("  ")[-2].strip() == "consumed by step 0"
+    decisions = [decision for _, _, decision, _ in bench.coordinator.latest_decisions(3)]
+    assert decisions == ["consumed by step 0", "routed to a at version 0"]
+    assert len(bench.coordinator.latest_decisions(1)) == 1
 
 
 def test_all_members_of_a_group_are_routed_before_the_next_group() -> None:
