@@ -30,7 +30,7 @@ from staleflow.pipeline.cluster.gang import (
     make_hosts,
 )
 from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S, Claim, GpusByWorker, WorkerPool
-from staleflow.pipeline.placement.placement import Assignment, Shortage, place, placement_text
+from staleflow.pipeline.placement.placement import Shortage, place, placement_text
 
 WAITS_FOR_RESTART = "needs the workers of its earlier driver to restart"
 """Reason shown for a job that waits after its driver was lost."""
@@ -90,13 +90,9 @@ class JobQueue(WorkerPool):
         """Return the job's roles on hosts and GPUs as several lines of text; empty if it uses no GPU."""
         if not self.visible_devices(id):
             return ""
-        assignments: dict[str, Assignment] = {}
-        for address, claim in self.claims.items():
-            if claim.job == id and claim.devices:
-                index = sum(name.startswith(claim.roles[0]) for name in assignments)
-                assignments[f"{claim.roles[0]}-{index}"] = self._assignment_of(address, claim)
         hosts = make_hosts(self.gpus, self._role_sets_of_all(), ())
-        return placement_text(hosts, assignments, [uuid for uuid, job in self._used_gpus().items() if job != id])
+        other_gpus = [uuid for uuid, job in self._used_gpus().items() if job != id]
+        return placement_text(hosts, self._assignments_of(id), other_gpus)
 
     def claim_gpus(self, id: str, role: str, avoid: Sequence[str] = (), *, dry_run: bool = False) -> str:
         """Assign a worker with GPUs to a role of a running job, in place of a lost worker or in addition. Returns the

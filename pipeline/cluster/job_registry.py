@@ -24,7 +24,7 @@ from distributed import SchedulerPlugin
 
 from staleflow.pipeline.cluster import worker_restarts
 from staleflow.pipeline.cluster.driver_watch import DriverWatch
-from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
+from staleflow.pipeline.cluster.gang import ROLLOUT, Needs, WorkerGpus
 from staleflow.pipeline.cluster.job_queue import JobQueue, find_driver_worker
 from staleflow.pipeline.cluster.submitted_job import ENDED, Job, PlainDict
 from staleflow.pipeline.cluster.worker_pool import REPORT_LIMIT_S
@@ -83,32 +83,18 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         verbs: dict[str, Callable[..., Any]] = {
             "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
             "check_admission": self.check_admission, "end": self.end,
-            "claim": self.claim, "workers_of": self.workers_of, "unavailable": self.unavailable,
             "report": self.report, "stop": self.request_stop, "jobs": self.all_jobs, "lines": self.lines,
-            "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage, "placement_text": self.placement_text,
-            "visible_devices": self.visible_devices, "claim_gpus": self.claim_gpus,
-            "retire": self.request_retirement, "retirements": self.retirements,
-            "surplus_to_return": self.surplus_to_return, "return_worker": self.return_worker,
+            "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage,
+            "retire": self.request_retirement, "return_worker": self.return_worker,
+            "claim": self.job_queue.claim_worker, "claim_gpus": self.job_queue.claim_gpus,
+            "workers_of": self.job_queue.workers_of, "unavailable": self.job_queue.unavailable_workers,
+            "visible_devices": self.job_queue.visible_devices, "placement_text": self.job_queue.placement_text,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"staleflow on the scheduler has no call {verb!r}; install the same version everywhere")
         return verbs[verb](**arguments)
 
     # -- workers -------------------------------------------------------------------------------------------------
-
-    def claim(self, id: str, address: str, role: str) -> bool:
-        """Assign a worker to a running job in place of a lost one. Returns False if the worker belongs to another job
-        or has left. Idempotent."""
-        return self.job_queue.claim_worker(id, address, role)
-
-    def workers_of(self, id: str) -> Gang:
-        """Return the workers of a job and their roles."""
-        return self.job_queue.workers_of(id)
-
-    def unavailable(self, owner: str) -> list[str]:
-        """Return the workers that a job cannot use. owner: id of the job; empty for a process that belongs to no
-        job."""
-        return self.job_queue.unavailable_workers(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.job_queue.add_worker(worker, scheduler.workers[worker].resources, time.monotonic())
@@ -148,19 +134,6 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             return None
         sizes = [device.memory_bytes for device in self.job_queue.devices()]
         return self.job_queue.gpu_shortage(Needs(**needs)), sizes
-
-    def visible_devices(self, id: str) -> PlainDict:
-        """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
-        return dict(self.job_queue.visible_devices(id))
-
-    def placement_text(self, id: str) -> str:
-        """Return the job's roles on hosts and GPUs as several lines of text; empty if it uses no GPU."""
-        return self.job_queue.placement_text(id)
-
-    def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
-        """Assign a worker with free GPUs to a running job. Returns the worker's address; empty if there is none. peek:
-        only find the worker."""
-        return self.job_queue.claim_gpus(id, role, avoid, dry_run=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.job_queue.remove_worker(worker, time.monotonic())
@@ -423,11 +396,20 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         status: Mapping[str, Any],
         steps: Sequence[Mapping[str, float]],
         lines: Sequence[str],
-    ) -> str:
-        """Store a driver's new steps and log lines. Returns why the job must stop; empty if it need not."""
+        retired: Sequence[str] = (),
+    ) -> PlainDict:
+        """Store a driver's new steps and log lines.
+
+        Args:
+            retired: Workers that the last reply which the driver has got told it to retire. They are not listed again.
+
+        Returns:
+            `stop`: why the job must stop; empty if it need not. `retire`: workers that it must retire. `release`:
+            workers that it does not need and should release so that another job can start.
+        """
         job = self.jobs.get(id)
         if job is None:  # the job was dropped, or the scheduler was restarted
-            return ""
+            return {"stop": "", "retire": [], "release": []}
         for step in steps:
             job.history[int(step["step"])] = dict(step)
         if steps and (task := self._scheduler.tasks.get(TASK_KEY_PREFIX + id)) is not None:
@@ -437,7 +419,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.status = dict(status)
         job.lines.extend(lines)
         job.num_lines += len(lines)
-        return job.stop
+        job.retirements = [worker for worker in job.retirements if worker not in retired]
+        surplus_workers = self.job_queue.surplus_to_return.get(id, [])
+        return {"stop": job.stop, "retire": list(job.retirements), "release": surplus_workers}
 
     def request_stop(self, id: str, why: str) -> str:
         """Request that a job stops after its current step. A waiting job ends at once. Returns the job's state."""
@@ -458,19 +442,6 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if job.state == "running":
             job.retirements.append(worker)
         return job.state
-
-    def retirements(self, id: str, received: Sequence[str]) -> list[str]:
-        """Return the workers that a job is asked to retire. received: those of replies that its driver has got, which
-        are removed first; the reply itself may be lost."""
-        job = self.jobs.get(id)
-        if job is None:
-            return []
-        job.retirements = [worker for worker in job.retirements if worker not in received]
-        return list(job.retirements)
-
-    def surplus_to_return(self, id: str) -> list[str]:
-        """Return the workers that a job does not need and should release so that another job can start."""
-        return self.job_queue.surplus_to_return.get(id, [])
 
     def return_worker(self, id: str, address: str) -> bool:
         """Release a worker that a running job does not need. Returns False if the job needs it."""

@@ -19,7 +19,7 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
-from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model, inspect_teacher
+from staleflow.pipeline.config.model_facts import inspect_model, inspect_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import StartRecorder
 from staleflow.pipeline.recovery import source_fingerprints
@@ -45,10 +45,15 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriverWorker:
-    """The worker on which a driver runs as a Dask task. security: Dask's security object for its connections."""
+class DriverTask:
+    """A driver that runs as a Dask task on a worker of the cluster. Its caller has locked the run folder, and reports
+    how the job ended.
 
-    address: str
+    worker: address of the worker. job: id of the submitted job. security: Dask's security object for its connections.
+    """
+
+    worker: str
+    job: str
     security: Any = None
 
 
@@ -57,9 +62,7 @@ async def execute(
     listener: RunListener,
     *,
     resume: bool = False,
-    locked: bool = False,
-    driver_worker: DriverWorker | None = None,
-    job_id: str = "",
+    task: DriverTask | None = None,
     stop: StopRequest | None = None,
     security: Any = None,
 ) -> RunEnd:
@@ -67,88 +70,58 @@ async def execute(
 
     Args:
         listener: Receives the progress of the run.
-        locked: Whether the caller has locked the run folder.
-        job_id: Id of a submitted job, whose task reports how it ended.
+        task: The Dask task that this driver runs in; None if it runs in none.
         stop: Request to stop the run.
-        security: Dask's security object for the cluster that the job names.
+        security: Dask's security object for the cluster that the job names, without `task`.
     """
+    from staleflow.pipeline.jobs.reporter import Reporter
+    from staleflow.pipeline.jobs.summary import summarize, write_report
+    from staleflow.pipeline.processes.dask_workers import check_gpus, connect
+
     facts = inspect_model(config)
     if config.teachers:
         inspect_teacher(config)
     config = user_files.with_absolute_paths(config)
     user_files.check(config)
-    if driver_worker is None:
-        from staleflow.pipeline.processes.dask_workers import check_gpus
-
-        await check_gpus(config, security)
-    with contextlib.nullcontext() if locked else create_and_lock(config.run_dir):
-        return await _execute(
-            config,
-            facts,
-            listener,
-            resume=resume,
-            driver_worker=driver_worker,
-            job_id=job_id,
-            stop=stop,
-            security=security,
-        )
-
-
-async def _execute(
-    config: RunConfig,
-    facts: ModelFacts,
-    listener: RunListener,
-    *,
-    resume: bool,
-    driver_worker: DriverWorker | None,
-    job_id: str,
-    stop: StopRequest | None,
-    security: Any,
-) -> RunEnd:
-    """`execute` with the run folder locked."""
-    from staleflow.pipeline.jobs.reporter import Reporter
-    from staleflow.pipeline.jobs.summary import summarize, write_report
-    from staleflow.pipeline.processes.dask_workers import connect
-
     run_dir = config.run_dir
-    config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
-    workers = await (
-        connect(config, security)
-        if driver_worker is None
-        else connect(config, driver_worker.security, within_s=BUSY_SCHEDULER_S)
-    )
-    reporter = Reporter(job_id or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
-    workers.job = reporter.id
-    end_state = "failed", ""
-    try:
-        if workers.dashboard:
-            listener.on_line(f"Dask dashboard: {workers.dashboard}")
-        client_id = str(workers.client.id)
-        job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
-        stop_reason = await workers.wait_for_workers(
-            config, listener.on_line, "" if driver_worker is None else driver_worker.address
+    with contextlib.ExitStack() as lock:
+        if task is None:
+            await check_gpus(config, security)
+            lock.enter_context(create_and_lock(run_dir))
+        config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
+        workers = await (
+            connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )
-        if stop_reason:
-            end_state = "stopped", stop_reason
-            summary = summarize(config, RunReport(stopped=stop_reason), run_dir)  # not written: nothing has changed
-            return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
-        if workers.placement_text:
-            listener.on_line(f"GPUs: {workers.placement_text}")
-        actors = Actors(config, workers, run_dir, facts)
-        with reporter.capturing_warnings():
-            report = await _train(
-                config, actors, workers, reporter, listener, (fingerprints, source_changes), stop, resume=resume
-            )
-        end_state = ("stopped" if report.stopped else "done"), report.stopped
-    except BaseException as error:
-        end_state = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
-        raise
-    finally:
-        with contextlib.suppress(Exception):
-            await reporter.report(workers.client, *(("running", "") if job_id else end_state))
-        await workers.close()
-    return RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
+        reporter = Reporter(f"{config.name}-{facts.nonce[:6]}" if task is None else task.job, config.steps, run_dir)
+        workers.job = reporter.id
+        end_state = "failed", ""
+        try:
+            if workers.dashboard:
+                listener.on_line(f"Dask dashboard: {workers.dashboard}")
+            client_id = str(workers.client.id)
+            job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
+            refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
+            stop_reason = await workers.wait_for_workers(config, listener.on_line, "" if task is None else task.worker)
+            if stop_reason:
+                end_state = "stopped", stop_reason
+                summary = summarize(config, RunReport(stopped=stop_reason), run_dir)  # not written: nothing has changed
+                return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
+            if workers.placement_text:
+                listener.on_line(f"GPUs: {workers.placement_text}")
+            actors = Actors(config, workers, run_dir, facts)
+            with reporter.capturing_warnings():
+                report = await _train(
+                    config, actors, workers, reporter, listener, (fingerprints, source_changes), stop, resume=resume
+                )
+            end_state = ("stopped" if report.stopped else "done"), report.stopped
+        except BaseException as error:
+            end_state = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
+            raise
+        finally:
+            with contextlib.suppress(Exception):
+                await reporter.report(workers.client, *(end_state if task is None else ("running", "")))
+            await workers.close()
+        return RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
 
 
 async def _train(

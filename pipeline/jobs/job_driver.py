@@ -39,7 +39,7 @@ from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.jobs.execution import DriverWorker
+    from staleflow.pipeline.jobs.execution import DriverTask
 
 MAX_RESUMES = 3
 """Number of consecutive losses without a new step after which a driver still resumes."""
@@ -68,35 +68,29 @@ class Submission:
 def run_driver(submission: Submission) -> str:
     """The driver's Dask task. Returns how the job ended. Dask runs it again if its worker dies, or the worker that has
     its result."""
-    from staleflow.pipeline.jobs.execution import DriverWorker
+    from staleflow.pipeline.jobs.execution import DriverTask
 
     worker = get_worker()
-    driver_worker = DriverWorker(address=worker.address, security=client_security(worker.security))
+    task = DriverTask(worker=worker.address, job=submission.id, security=client_security(worker.security))
     secede()  # the task is long and computes little, so free the worker's thread
     return asyncio.run(
-        _run_driver(
-            submission, driver_worker, worker.scheduler.address, is_alive=lambda: worker.status is Status.running
-        )
+        _run_driver(submission, task, worker.scheduler.address, is_alive=lambda: worker.status is Status.running)
     )
 
 
-async def _run_driver(
-    submission: Submission, driver_worker: DriverWorker, scheduler: str, is_alive: Callable[[], bool]
-) -> str:
+async def _run_driver(submission: Submission, task: DriverTask, scheduler: str, is_alive: Callable[[], bool]) -> str:
     from staleflow.pipeline.jobs import reporter
 
-    cluster = ClusterAddress(address=scheduler, security=driver_worker.security)
+    cluster = ClusterAddress(address=scheduler, security=task.security)
     async with cluster.open_client(BUSY_SCHEDULER_S) as client:
         job = await find(client, submission.id)
         if job["state"] in submitted_job.ENDED:
             return str(job["state"])
         # False if the job is queued or has other workers: Dask restarts a task on any worker.
-        if not await job_registry.ask(
-            client, "begin", id=submission.id, address=driver_worker.address, driver=client.id
-        ):
+        if not await job_registry.ask(client, "begin", id=submission.id, address=task.worker, driver=client.id):
             raise Reschedule
         try:
-            state, reason = await _run_to_end(submission, driver_worker, client, scheduler)
+            state, reason = await _run_to_end(submission, task, client, scheduler)
         except DriverSlotTaken:
             raise Reschedule from None
         except Exception as error:
@@ -111,31 +105,29 @@ async def _run_driver(
         return state
 
 
-async def _run_to_end(
-    submission: Submission, driver_worker: DriverWorker, client: Any, scheduler: str
-) -> tuple[str, str]:
+async def _run_to_end(submission: Submission, task: DriverTask, client: Any, scheduler: str) -> tuple[str, str]:
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
     config = configure_for_cluster(submission, scheduler)
     async with lock_for_job(config, submission):
         if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
             await asyncio.to_thread(check_job, config)
         async with writing_stacks_if_stuck(config.run_dir / STACKS):
-            return await _resume_to_end(config, submission, driver_worker, client)
+            return await _resume_to_end(config, submission, task, client)
 
 
-async def _resume_to_end(
-    config: RunConfig, submission: Submission, driver_worker: DriverWorker, client: Any
-) -> tuple[str, str]:
+async def _resume_to_end(config: RunConfig, submission: Submission, task: DriverTask, client: Any) -> tuple[str, str]:
     """`_run_to_end` with the run folder locked."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
     from staleflow.pipeline.runtime.run_report import RunListener
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     num_trained, num_resumes = -1, 0
     while True:
         has_store = (config.run_dir / "store").exists()
-        num_steps, has_ended = count_committed_steps(config.run_dir) if has_store else (0, False)
-        if has_ended and num_steps >= config.steps:
+        stored_run = VersionedStore.open(config.run_dir / "store").summary() if has_store else None
+        num_steps = 0 if stored_run is None else stored_run.num_steps
+        if stored_run is not None and stored_run.ended and num_steps >= config.steps:
             return "done", ""
         if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop
@@ -146,9 +138,7 @@ async def _resume_to_end(
                 config,
                 RunListener(),
                 resume=has_store or submission.resume,
-                locked=True,
-                driver_worker=driver_worker,
-                job_id=submission.id,
+                task=task,
             )
         except (ActorLost, NoFreeWorker) as error:
             num_resumes += 1
@@ -208,14 +198,6 @@ async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
             faulthandler.cancel_dump_traceback_later()
             if not file.tell():
                 path.unlink(missing_ok=True)
-
-
-def count_committed_steps(run_dir: Path) -> tuple[int, bool]:
-    """Number of training steps that a run has committed, and whether its end is stored."""
-    from staleflow.stores.trajectories.versioned import VersionedStore
-
-    summary = VersionedStore.open(run_dir / "store").summary()
-    return summary.num_steps, summary.ended
 
 
 def configure_for_cluster(submission: Submission, scheduler: str) -> RunConfig:

@@ -66,8 +66,8 @@ class Reporter(RunListener):
         self._unsent_steps: list[dict[str, float]] = []
         """Lines and steps that the run folder has, but not the registry, because a request failed."""
         self._phase = ""
-        self._received_retirements: list[str] = []
-        """Workers to retire that the registry may still list."""
+        self._retired: list[str] = []
+        """Workers to retire of the registry's last reply, which it may still list."""
         self._is_registry_lost = False
 
     def on_line(self, text: str) -> None:
@@ -150,19 +150,18 @@ class Reporter(RunListener):
             "tokens_sampled": driver.tokens_sampled(),
             "kept_tokens": driver.kept_tokens(),
         }
-        received = self._received_retirements
-        listed = await job_registry.ask(workers.client, "retirements", id=self.id, received=received)
-        self._received_retirements = listed
-        for worker in listed:
+        reply = await self.report(workers.client, state, reason, driver_status)
+        self._retired = reply["retire"]
+        for worker in self._retired:
             self._log(driver.retire(worker) or f"retiring {worker}")
-        if workers.shared:
-            for worker in await job_registry.ask(workers.client, "surplus_to_return", id=self.id):
-                driver.release_worker(worker)
-        return await self.report(workers.client, state, reason, driver_status)
+        for worker in reply["release"]:
+            driver.release_worker(worker)
+        return str(reply["stop"])
 
-    async def report(self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None = None) -> str:
-        """Send new steps and lines to the registry, and write them to the folder. Returns why the run must stop; empty
-        if it need not."""
+    async def report(
+        self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send new steps and lines to the registry, and write them to the folder. Returns the registry's reply."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
         status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
@@ -174,13 +173,14 @@ class Reporter(RunListener):
         lines, steps = self._unsent_lines + lines, self._unsent_steps + steps
         self._unsent_lines, self._unsent_steps = [], []
         try:
-            stop_reason = await job_registry.ask(
-                client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines
-            )
+            reply: dict[str, Any] = await job_registry.ask(
+                client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines,
+                retired=self._retired,
+            )  # fmt: skip
         except OSError:
             self._unsent_lines, self._unsent_steps = lines, steps
             raise
-        return str(stop_reason)
+        return reply
 
 
 async def write_record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:

@@ -22,7 +22,7 @@ from distributed import Client
 
 from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
-from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
+from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, ROLLOUT, Needs
 from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.local_gpus import read_devices, use_devices
@@ -124,11 +124,11 @@ class DaskWorkers:
             self.waiting.pop(name, None)
         return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()), before_creation)
 
-    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
-        """Create a light actor on the worker of another actor."""
+    async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
+        """Create a parameter server on the worker of another actor."""
         slot = (actor.worker, actor.address, actor.host)
-        self.roles_by_worker[actor.worker].append(role)
-        return await self._create(slot, name, role, cls, args, self.start_s)
+        self.roles_by_worker[actor.worker].append("parameters")
+        return await self._create(slot, name, "parameters", cls, args, self.start_s)
 
     async def _create(
         self,
@@ -142,67 +142,49 @@ class DaskWorkers:
     ) -> PlacedActor:
         """Create an actor in its reserved slot: name, address and host of a worker. If this fails, the slot is free
         again; after a timeout the worker is not used again, because it may hang."""
-        worker, address, _ = slot
+        worker, address, host = slot
+        future: Any = None
         try:
             if before_creation is not None:
                 await before_creation()
-            return await self._submit_actor(slot, name, role, cls, args, within_s)
+            # A replacement gets the GPUs of the lost instance.
+            visible = self.visible.get(name.partition(".")[0])
+            if self.on_gpus:
+                visible = (await self._ask("visible_devices", id=self.job)).get(address, "")
+            async with asyncio.timeout(within_s):
+                if visible is not None:
+                    await self.client.run(use_devices, visible, workers=[address])
+                    logger.debug("%s has GPUs %s", name, visible or "none")
+                self.generation += 1  # part of the key, which cannot be reused while a future of the lost actor exists
+                future = self.client.submit(
+                    cls,
+                    *args,
+                    actor=True,
+                    workers=[address],
+                    allow_other_workers=False,
+                    key=f"staleflow-{self.run}-{name}-{self.generation}",
+                    pure=False,
+                )
+                actor = await self._wait_for_actor(future, name, address)
         except TimeoutError:
             self.roles_by_worker[worker].remove(role)
             self.lost.add(address)
+            if future is not None:
+                stack = await self._creation_stack(future, address)
+                logger.warning("%s is not ready (%s): %s", name, future.status, stack)
             raise ActorSilent(
                 f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
             ) from None
-        except BaseException:
+        except BaseException as error:
             self.roles_by_worker[worker].remove(role)
-            raise
-
-    async def _submit_actor(
-        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
-    ) -> PlacedActor:
-        worker, address, host = where
-        if self.on_gpus:
-            visible = (await self._ask("visible_devices", id=self.job)).get(address, "")
-        else:
-            visible = self.visible.get(name.partition(".")[0])  # a replacement gets the GPUs of the lost instance
-        if visible is not None:
-            await self._set_visible_gpus(name, address, visible, within_s)
-        self.generation += 1  # part of the key, which cannot be reused while a future of the lost actor exists
-        future = self.client.submit(
-            cls,
-            *args,
-            actor=True,
-            workers=[address],
-            allow_other_workers=False,
-            key=f"staleflow-{self.run}-{name}-{self.generation}",
-            pure=False,
-        )
-        try:
-            async with asyncio.timeout(within_s):
-                actor = await self._wait_for_actor(future, name, address)
-        except TimeoutError:
-            logger.warning("%s is not ready (%s): %s", name, future.status, await self._creation_stack(future, address))
-            raise
-        except StaleflowError:
-            raise
-        except Exception as error:
+            if isinstance(error, StaleflowError) or not isinstance(error, Exception):
+                raise
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
         self.placed[name] = PlacedActor(
             name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
         )
         logger.debug("%s placed on %s (%s)", name, worker, address)
         return self.placed[name]
-
-    async def _set_visible_gpus(self, name: str, address: str, visible: str, within_s: float) -> None:
-        """Let a worker use only the GPUs of the actor that will be created there. Raises ActorLost."""
-        try:
-            async with asyncio.timeout(within_s):
-                await self.client.run(use_devices, visible, workers=[address])
-        except TimeoutError:
-            raise
-        except Exception as error:
-            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
-        logger.debug("%s has GPUs %s", name, visible or "none")
 
     async def _wait_for_actor(self, future: Any, name: str, address: str) -> Any:
         """Wait for an actor that is being created on a worker. Raises ActorLost if the worker leaves in the meantime:
@@ -274,19 +256,19 @@ class DaskWorkers:
             await asyncio.sleep(1.0)
         logger.warning("%s does not leave the cluster; the run does not use it any more", actor.address)
 
-    async def has_spare_worker(self, role: str) -> bool:
-        """Whether there is a free worker for `role` that no other run waits for."""
+    async def has_spare_worker(self) -> bool:
+        """Whether there is a free worker for a rollout instance that no other run waits for."""
         if self.shared:
             jobs = await self._ask("jobs")
             if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
                 return False
-        if self.on_gpus and role in EXCLUSIVE_ROLES:
-            claim = {"id": self.job, "role": role, "avoid": list(self.lost), "peek": True}
+        if self.on_gpus:
+            claim = {"id": self.job, "role": ROLLOUT, "avoid": list(self.lost), "dry_run": True}
             return bool(await self._ask("claim_gpus", **claim))
         async with self.choose_lock:
             workers = await self._workers()
             roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
-            return bool(self._free(role, {a: w for a, w in workers.items() if a not in roles_by_address}))
+            return bool(self._free(ROLLOUT, {a: w for a, w in workers.items() if a not in roles_by_address}))
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
@@ -314,12 +296,12 @@ class DaskWorkers:
                 if not candidates:
                     return None
         candidates_left = candidates or self._free(
-            role, {a: w for a, w in workers.items() if a not in roles_by_address or self._in_use(w)}
+            role, {a: w for a, w in workers.items() if a not in roles_by_address or self._num_roles(w)}
         )
         for address, worker in sorted(
             candidates_left, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))
         ):
-            if await self._claim(address, role):
+            if not self.shared or await self._ask("claim", id=self.job, address=address, role=role):
                 return str(worker["name"]), address, str(worker["host"])
         return None
 
@@ -328,7 +310,7 @@ class DaskWorkers:
         loss."""
         are_roles_declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
         capable = {a: w for a, w in workers.items() if not are_roles_declared or w["resources"].get(role, 0) > 0}
-        candidates_left = [(a, w) for a, w in capable.items() if not self._in_use(w)]
+        candidates_left = [(a, w) for a, w in capable.items() if not self._num_roles(w)]
         if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker if other runs use the cluster, or the heavy roles need the remaining workers.
             exclusive = [r for roles in self.roles_by_worker.values() for r in roles if r in EXCLUSIVE_ROLES]
@@ -342,13 +324,6 @@ class DaskWorkers:
 
     def _num_roles(self, worker: Any) -> int:
         return len(self.roles_by_worker.get(str(worker["name"]), ()))
-
-    def _in_use(self, worker: Any) -> bool:
-        return self._num_roles(worker) > 0
-
-    async def _claim(self, address: str, role: str) -> bool:
-        """Claim a worker for this run. Returns False if it belongs to another run."""
-        return not self.shared or bool(await self._ask("claim", id=self.job, address=address, role=role))
 
     async def wait_for_workers(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
         """Wait until the run has all its workers on a shared cluster; it has none before that. Returns the reason if

@@ -79,8 +79,8 @@ class Workers(Protocol):
         """
         ...
 
-    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
-        """Create a light actor in the process of another actor."""
+    async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
+        """Create a parameter server in the process of another actor."""
         ...
 
     def release_light_actor(self, name: str) -> None:
@@ -91,8 +91,8 @@ class Workers(Protocol):
         """Release a closed reward worker or environment host, and let other runs have its process."""
         ...
 
-    async def has_spare_worker(self, role: str) -> bool:
-        """Whether there is a free worker for `role` that no other run waits for."""
+    async def has_spare_worker(self) -> bool:
+        """Whether there is a free worker for a rollout instance that no other run waits for."""
         ...
 
     async def retire(self, name: str) -> None:

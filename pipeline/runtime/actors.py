@@ -325,7 +325,7 @@ class Actors(WeightPublisher):
 
     async def has_spare_worker(self) -> bool:
         """Whether a Dask worker is free for one more instance."""
-        return await self._workers.has_spare_worker("rollout")
+        return await self._workers.has_spare_worker()
 
     async def retire(self, instance: InstanceHandle) -> None:
         """Close an idle instance, and let its worker leave the cluster. This is not a loss. Never raises."""

@@ -254,7 +254,7 @@ class WeightPublisher(ActorClient):
 
     async def _place_parameter_server_beside(self, actor: PlacedActor, name: str) -> None:
         call_s = self._config.deadlines.call_s
-        await self._workers.place_beside(actor, name, "parameters", ParameterServer, self._weights_folder, call_s)
+        await self._workers.place_beside(actor, name, ParameterServer, self._weights_folder, call_s)
 
     async def _place_parameter_server_if_alive(self, actor: PlacedActor) -> None:
         """Like `_place_parameter_server`, but only logs that the actor's process is lost. Its owner's next call reports

@@ -116,24 +116,29 @@ def test_every_command_prints_json(registry: tuple[JobRegistry, str]) -> None:
     cancelled = json.loads(answer("cancel", "one", "--json").stdout)
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
     jobs.request_stop("one-aa", "the cluster is shut down")
-    assert jobs.report("one-aa", "running", "", lines=[], **report) == "cancelled", "the first reason is the job's"
+    reply = jobs.report("one-aa", "running", "", lines=[], **report)
+    assert reply["stop"] == "cancelled", "the first reason is the job's"
 
 
 def test_a_running_job_is_asked_once_to_release_a_worker(registry: tuple[JobRegistry, str]) -> None:
     jobs, address = registry
-    for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
+    report: dict[str, Any] = {"why": "", "lines": [], "status": {}, "steps": []}
+    for id, initial_state in (("one-aa", "running"), ("two-bb", "waiting"), ("old-cc", "done")):
         jobs.submit(id, id[:3], f"/runs/{id}", 3)
-    jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])
-    jobs.report("old-cc", "done", "", lines=[], status={}, steps=[])
+        jobs.report(id, initial_state, **report)
+
+    def retired(id: str, *received: str) -> object:
+        return jobs.report(id, jobs.jobs[id].state, **report, retired=received)["retire"]
+
     result = command("retire", "one", "tcp://host:1234", "--scheduler", address)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
-    assert jobs.retirements("one-aa", []) == ["tcp://host:1234"]
-    assert jobs.retirements("one-aa", []) == ["tcp://host:1234"], "the first reply was lost"
-    assert jobs.retirements("one-aa", ["tcp://host:1234"]) == []
-    assert jobs.retirements("one-aa", []) == []
+    assert retired("one-aa") == ["tcp://host:1234"]
+    assert retired("one-aa") == ["tcp://host:1234"], "the first reply was lost"
+    assert retired("one-aa", "tcp://host:1234") == []
+    assert retired("one-aa") == []
     for id, state in (("old-cc", "done"), ("two-bb", "waiting")):
         refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert f"{id} is {state}: only a running job can release a worker" in refused.stderr
-        assert jobs.retirements(id, []) == [], "else it would release a worker as soon as it runs"
+        assert retired(id) == [], "else it would release a worker as soon as it runs"

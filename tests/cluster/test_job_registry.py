@@ -239,7 +239,7 @@ async def test_the_loss_of_a_workers_connection_frees_no_worker_while_the_driver
         await jobs.submit("one", 1.0)
         await jobs.until("one", "running")
         jobs.registry.remove_worker(jobs.cluster.scheduler, jobs.registry.jobs["one"].driver_worker)
-        assert len(jobs.registry.workers_of("one")) == 2
+        assert len(jobs.registry.job_queue.workers_of("one")) == 2
         assert jobs.registry.jobs["one"].state == "running"
 
 
@@ -250,7 +250,7 @@ async def test_a_driver_whose_lost_worker_is_not_replaced_is_moved(monkeypatch: 
         await jobs.submit("one", 1.0)
         await jobs.until("one", "running")
         place = jobs.registry.jobs["one"].driver_worker
-        lost = next(address for address in jobs.registry.workers_of("one") if address != place)
+        lost = next(address for address in jobs.registry.job_queue.workers_of("one") if address != place)
         jobs.registry.remove_worker(jobs.cluster.scheduler, lost)
         assert jobs.registry.check_admission("one")["driver_worker"] == place, "the limit begins"
         await asyncio.sleep(0.01)

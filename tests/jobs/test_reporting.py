@@ -19,7 +19,7 @@ from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.stores.errors import ActorLost
 from tests.support import virtual_time
 
-WORKERS: Any = SimpleNamespace(waiting={}, shared=False, client=None, start_s=1.0)
+WORKERS: Any = SimpleNamespace(waiting={}, client=None, start_s=1.0)
 
 
 class DriverStub:
@@ -63,14 +63,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: Callable[[int, d
     """Run a driver whose reports get these replies, by number of the report."""
     num_reports = 0
     registry = JobRegistry()
+    registry._scheduler = SimpleNamespace(tasks={})
     registry.jobs["job"] = Job("job", "job", str(tmp_path), 3, 0.0, retirements=["tcp://host:1"])
 
     async def ask(client: Any, verb: str, **arguments: Any) -> Any:
         nonlocal num_reports
-        if verb != "report":
-            return registry.retirements("job", arguments["received"])
         num_reports += 1
-        return reply(num_reports, arguments)
+        return registry.dispatch(verb, **arguments) | {"stop": reply(num_reports, arguments)}
 
     async def report_lines() -> Any:
         driver: Any = DriverStub()
@@ -133,6 +132,6 @@ async def test_a_job_that_lost_its_last_instance_resumes(
     monkeypatch.setattr(job_driver, "find", find)
     monkeypatch.setattr(job_registry, "ask", ask)
     config: Any = SimpleNamespace(run_dir=tmp_path, steps=3)
-    submission, worker = job_driver.Submission(id="job", job_toml=""), execution.DriverWorker(address="", security=None)
-    assert await job_driver._resume_to_end(config, submission, worker, None) == ("done", "")
+    submission, task = job_driver.Submission(id="job", job_toml=""), execution.DriverTask(worker="", job="job")
+    assert await job_driver._resume_to_end(config, submission, task, None) == ("done", "")
     assert executions == 2

@@ -231,7 +231,7 @@ async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None
         assert beside.worker == "a"
         client.error = ValueError("no")
         with pytest.raises(ActorLost):
-            await placing.place_beside(beside, "parameters-host", "parameters", object)
+            await placing.place_beside(beside, "parameters-host", object)
         assert placing.roles_by_worker == {"a": ["rollout"]}
 
 
@@ -248,7 +248,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
     """A hung worker is still listed."""
     async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         lost = await placing.place("rollout-0", "rollout", object)
-        beside = await placing.place_beside(lost, "parameters-host", "parameters", object)
+        beside = await placing.place_beside(lost, "parameters-host", object)
         assert beside.address == lost.address
         placing.mark_lost("rollout-0")
         assert placing.placed == {}, "actors beside it are gone too"
@@ -279,7 +279,7 @@ async def test_the_process_of_the_driver_is_not_restarted() -> None:
 async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> None:
     async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)
-        beside = await placing.place_beside(leaving, "parameters-host", "parameters", object)
+        beside = await placing.place_beside(leaving, "parameters-host", object)
         await placing.retire("rollout-0")
         assert (placing.placed, client.restarted) == ({}, [])
         assert leaving.future.released
@@ -293,10 +293,10 @@ async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> Non
 
 async def test_a_worker_without_actors_is_spare() -> None:
     async with workers_of(["a", "b"], num_heavy=2) as (placing, client):
-        assert await placing.has_spare_worker("rollout")
+        assert await placing.has_spare_worker()
         await place(placing, "rollout", "trainer")
-        assert not await placing.has_spare_worker("rollout")
+        assert not await placing.has_spare_worker()
         client.workers["c"] = {}
-        assert await placing.has_spare_worker("rollout")
+        assert await placing.has_spare_worker()
         client.workers = {"a": {"rollout": 1}, "b": {"trainer": 1}, "c": {"server": 1}}
-        assert not await placing.has_spare_worker("rollout"), "it is for another role"
+        assert not await placing.has_spare_worker(), "it is for another role"

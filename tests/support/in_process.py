@@ -177,8 +177,8 @@ class InProcessWorkers:
         self._processes.append(process)
         return await self._create(process, name, role, cls, args, before_creation)
 
-    async def place_beside(self, actor: PlacedActor, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
-        return await self._create(actor.future, name, role, cls, args)
+    async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
+        return await self._create(actor.future, name, "parameters", cls, args)
 
     def release_light_actor(self, name: str) -> None:
         del self.placed[name]
@@ -186,7 +186,7 @@ class InProcessWorkers:
     async def release_shared(self, name: str) -> None:
         self.placed.pop(name).future.die()
 
-    async def has_spare_worker(self, role: str) -> bool:
+    async def has_spare_worker(self) -> bool:
         return self.num_spare > 0
 
     async def retire(self, name: str) -> None:
