@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pulls": (("--out", "{folder}"),),
     "ablation": (("--out", "{folder}"),),
     "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
+    "forecasts": (("--folder", "{folder}/forecasts"),),
     "rescore": ((),),
     "run_page": ((),),
     "long_store": ((),),

@@ -175,6 +175,9 @@ class Display(RunListener):
         if "diagnosis" in summary:
             diagnosis: Any = summary["diagnosis"]
             self._print(f"[bold]{escape(diagnosis['line'])}[/]", markup=True)
+        forecast: Any = summary.get("forecast", {})
+        for line in forecast.get("lines", ()):
+            self._print(line)
         if summary.get("bias"):
             bias: Any = summary["bias"]
             for line in bias["lines"][:2]:

@@ -21,6 +21,10 @@ SECTIONS = {
     },
     "Plan a job": {
         "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
+        "plan": (
+            "staleflow.cli.simulate:plan",
+            "forecast a run from measured times, and compare it with the run afterwards",
+        ),
         "simulate": ("staleflow.cli.simulate:simulate", "run a job in virtual time: how long it would take, and why"),
         "profile": ("staleflow.cli.simulate:profile", "fit the cost model of simulations to a run"),
         "doctor": ("staleflow.cli.doctor", "check what works on this machine"),

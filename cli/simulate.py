@@ -1,4 +1,4 @@
-"""staleflow simulate | profile"""
+"""staleflow simulate | plan | profile"""
 
 from __future__ import annotations
 
@@ -138,6 +138,21 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         )
     console = Console()
     (console if console.is_terminal else Console(width=180)).print(table)
+
+
+@click.command("plan")
+@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.option("--from", "run", default="", metavar="RUN", help="Use the measured times of this finished run.")
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(config_path: str, run: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Forecast a run from the times of its profile or of a similar run: seconds per step, tokens per second, lag, total
+    time and tokens, each with a 90 % interval. The run compares them with what it measures."""
+    from staleflow.pipeline.api import planning
+    from staleflow.pipeline.jobs.forecasting import CODEC
+
+    forecast = planning.plan(config_path, measured_in=Path(run) if run else None, overrides=overrides)
+    click.echo(json.dumps(CODEC.encode(forecast), indent=2) if as_json else "\n".join(forecast.lines))
 
 
 @click.command("profile")

@@ -115,5 +115,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
         click.echo("\n".join(result.lines))
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
+        if countable and (comparison := stored_run.compare_with_forecast()) is not None:
+            click.echo(f"  {comparison.line}")
     if not result.proves:  # an empty check does not pass
         sys.exit(1)

@@ -19,7 +19,12 @@ API_GROUPS = {
         "staleflow.pipeline.jobs.replaying",
         "staleflow.stores",
     ),
-    "Jobs": ("staleflow.pipeline.api", "staleflow.pipeline.config", "staleflow.pipeline.runtime"),
+    "Jobs": (
+        "staleflow.pipeline.api",
+        "staleflow.pipeline.config",
+        "staleflow.pipeline.runtime",
+        "staleflow.pipeline.simulator",
+    ),
     "Your own code": ("staleflow.tasks", "staleflow.pipeline.strategies", "staleflow.pipeline.jobs.tracking"),
 }
 """Sections of the page on the Python API, with how the full names of their members begin: the first that fits. Those

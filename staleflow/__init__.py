@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.initialization import init as init
     from staleflow.pipeline.api.job_loading import Job as Job
     from staleflow.pipeline.api.job_loading import load_job as load_job
+    from staleflow.pipeline.api.planning import plan as plan
     from staleflow.pipeline.api.run_handle import RunHandle as RunHandle
     from staleflow.pipeline.api.run_status import RunResult as RunResult
     from staleflow.pipeline.api.run_status import RunStatus as RunStatus
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.replaying import ReplayResult as ReplayResult
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
+    from staleflow.pipeline.simulator.run_forecast import Forecast as Forecast
+    from staleflow.pipeline.simulator.run_forecast import ForecastResult as ForecastResult
+    from staleflow.pipeline.simulator.run_forecast import PredictedRange as PredictedRange
     from staleflow.pipeline.stored_runs.bisection import Bisection as Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison as Comparison
@@ -98,6 +102,7 @@ _MODULES = {
     "init": "staleflow.pipeline.api.initialization",
     "Job": "staleflow.pipeline.api.job_loading",
     "load_job": "staleflow.pipeline.api.job_loading",
+    "plan": "staleflow.pipeline.api.planning",
     "RunHandle": "staleflow.pipeline.api.run_handle",
     "RunResult": "staleflow.pipeline.api.run_status",
     "RunStatus": "staleflow.pipeline.api.run_status",
@@ -120,6 +125,9 @@ _MODULES = {
     "ReplayResult": "staleflow.pipeline.jobs.replaying",
     "Tracker": "staleflow.pipeline.jobs.tracking",
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
+    "Forecast": "staleflow.pipeline.simulator.run_forecast",
+    "ForecastResult": "staleflow.pipeline.simulator.run_forecast",
+    "PredictedRange": "staleflow.pipeline.simulator.run_forecast",
     "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
     "Comparison": "staleflow.pipeline.stored_runs.comparison",
     "MessageSpan": "staleflow.pipeline.stored_runs.response_texts",

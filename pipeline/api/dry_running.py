@@ -167,5 +167,7 @@ def make_dry_settings(config: RunConfig, runs_dir: Path) -> RunConfig:
         workload=dataclasses.replace(
             config.workload, kind="lognormal", median=max(1.0, max_new_tokens / 4), prompts="task"
         ),
-        simulation=dataclasses.replace(config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1),
+        simulation=dataclasses.replace(
+            config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1, cost_error=0.0
+        ),
     )

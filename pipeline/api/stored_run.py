@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from staleflow.pipeline.jobs.replaying import ReplayResult
+    from staleflow.pipeline.simulator.run_forecast import ForecastResult
     from staleflow.pipeline.stored_runs.bisection import Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison
@@ -91,6 +92,14 @@ class Run(RunData):
         store = self._store(MAIN)
         report = audit_within(store, memory_mib, workers, client)
         return add_history_findings(report, store.path) if full else report
+
+    def compare_with_forecast(self) -> ForecastResult | None:
+        """Compare the run with the forecast that was made before its first step; None if there is none. See
+        `staleflow.plan`."""
+        from staleflow.pipeline.jobs.forecasting import compare_forecast
+
+        cause = run_folder.read_summary(self._path).get("diagnosis", {}).get("cause", "")
+        return compare_forecast(self._path, [step.metrics for step in self.steps()], cause)
 
     def drop_bias(self) -> DropBias:
         """Compare dropped trajectories with trained ones, by reason: lengths, turns, rewards and prompts."""

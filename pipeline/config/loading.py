@@ -64,7 +64,8 @@ def from_tree(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
 
 def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """The tree with the profile's file name replaced by the costs in that file, so that later changes to the file do
-    not affect the run."""
+    not affect the run. Without a [workload], simulated responses are those of the profiled run, if it is on this
+    machine."""
     name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree
@@ -74,8 +75,11 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
         cost["verify_share"] = profile["coefficients"]["verify_share"]
         seconds = dict(profile.get("latencies", {}))
-        if "train_s" in seconds:  # the measured time is that of a mean step
-            seconds["train_s_per_token"] = 0.0
+        if "train_s" in seconds:  # without a share by token the measured time is that of a mean step
+            seconds.setdefault("train_s_per_token", 0.0)
+        if (error := profile.get("held_out_error", {}).get("median")) is not None:
+            seconds["cost_error"] = error
+        run = Path(profile.get("source", ""))
         acceptance = profile.get("acceptance_rate")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(
@@ -86,4 +90,6 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     measurements: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
         measurements["workload"] = {"acceptance_rate": acceptance}
+    if "workload" not in tree and (run / "store").exists():
+        measurements["workload"] = {**measurements.get("workload", {}), "kind": "recorded", "run": str(run)}
     return merge_trees(tree, measurements)

@@ -56,6 +56,12 @@ class SimulationConfig:
     mean_loss_interval_s: float = knob(
         0.0, "mean seconds between instance losses, over all instances; 0: none", low=0, high=1e9
     )
+    cost_error: float = knob(
+        0.0,
+        "median relative error of rollout.cost on decode steps that its fit left out, as `staleflow profile` measures "
+        "it; above 0 a run stores a forecast of itself before its first step",
+        low=0,
+    )
     replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=MAX_SECONDS)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
     straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1, high=1000)

@@ -21,6 +21,7 @@ from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import inspect_model, inspect_teacher
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.forecasting import prepare_forecast, settings_digest
 from staleflow.pipeline.jobs.starts import StartRecorder
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_dir
@@ -83,12 +84,14 @@ async def execute(
         inspect_teacher(config)
     config = user_files.with_absolute_paths(config)
     user_files.check(config)
-    run_dir = config.run_dir
+    run_dir, settings = config.run_dir, settings_digest(config)
     with contextlib.ExitStack() as lock:
         if task is None:
             await check_gpus(config, security)
             lock.enter_context(create_and_lock(run_dir))
         config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
+        # In a thread, while workers start.
+        forecasting = None if resume else asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, settings))
         workers = await (
             connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )
@@ -108,6 +111,8 @@ async def execute(
                 return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
             if workers.placement_text:
                 listener.on_line(f"GPUs: {workers.placement_text}")
+            if forecasting is not None and (line := await forecasting):
+                listener.on_line(line)
             actors = Actors(config, workers, run_dir, facts)
             with reporter.capturing_warnings():
                 report = await _train(

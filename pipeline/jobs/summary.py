@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.forecasting import compare_forecast
 from staleflow.pipeline.jobs.starts import read, sum_over_starts
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, group_by_set
@@ -44,6 +45,9 @@ def write_report(config: RunConfig, report: RunReport, run_dir: Path) -> dict[st
     summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if report.diagnosis is not None:
         summary["diagnosis"] = make_diagnosis_entry(report.diagnosis, run_dir)
+    cause = "" if report.diagnosis is None else report.diagnosis.cause.value
+    if (comparison := compare_forecast(run_dir, report.steps, cause)) is not None:
+        summary["forecast"] = comparison.as_dict()
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if report.steps:
         with replacing(run_dir / "summary.png", REMEDY) as tmp_path:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.knob_tree import toml_value
@@ -15,10 +19,14 @@ from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
+from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.emulation.cost_model import CostModel
 
 PLACEHOLDER_COST_MODEL = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
 """Cost model for a `TimeTracker` whose comparison with a cost model is not used, only its fit."""
+MAX_SLOPE_ERROR = 0.25
+"""Largest standard error of the seconds by token, as a share of them if all time were proportional to the tokens: with
+more, a batch of twice the tokens would be forecast worse than by that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +84,58 @@ def profile_run(run_dir: Path) -> Profile:
     fit = tracker.fit()
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
-    return Profile(
-        source=str(run_dir), fit=fit, latencies=make_latency_settings(tracker, fit), draft_stats=tracker.draft_stats
-    )
+    latencies = make_latency_settings(tracker, fit)
+    if "train_s" in latencies:
+        latencies |= split_train_time(latencies["train_s"], read_train_times(run_dir))
+    return Profile(source=str(run_dir), fit=fit, latencies=latencies, draft_stats=tracker.draft_stats)
+
+
+def read_train_times(run_dir: Path) -> list[tuple[float, float]]:
+    """Read the tokens, prompts included, and the seconds of each stored training step but the first, in which processes
+    warm up."""
+    if not (run_dir / "store").exists():
+        return []
+    store = VersionedStore.open(run_dir / "store")
+    table = store.columns(names=("step", "staleness", "prompt_tokens", "response_tokens", "given_tokens"))
+    tokens = table["prompt_tokens"] + table["response_tokens"] + table["given_tokens"]
+    return [
+        (
+            float(tokens[(table["step"] == record.step) & (table["staleness"] >= 0)].sum()),
+            sum(record.metrics.get(name, 0.0) for name in ("train_s", "publish_s", "overhead_s")),
+        )
+        for record in store.commits()
+        if record.kind == "step" and record.step and "train_s" in record.metrics
+    ]
+
+
+def split_train_time(mean_s: float, times: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Split the seconds of a training step into a constant part and one by token, so that they hold for other batches.
+
+    The slope is that of least squares if its standard error is small; otherwise all of it counts as proportional to the
+    tokens. At the mean number of tokens, the result is `mean_s` in any case.
+
+    Args:
+        mean_s: Mean seconds of a step in the run's latencies.
+        times: (tokens, seconds) of each step.
+
+    >>> split_train_time(2.0, [(100.0, 2.0), (200.0, 2.0), (300.0, 2.0), (400.0, 2.0)])
+    {'train_s': 2.0, 'train_s_per_token': 0.0}
+    """
+    if not times:
+        return {"train_s": mean_s, "train_s_per_token": 0.0}
+    tokens, seconds = np.array(times).T
+    proportional = mean_s / tokens.mean()
+    deviations = tokens - tokens.mean()
+    spread = float(deviations @ deviations)
+    slope = proportional
+    if len(times) > 2 and spread > 0:
+        scale = mean_s / seconds.mean()  # an emulated run's stored seconds are not those of its journal
+        fitted = float(deviations @ seconds) / spread * scale
+        residuals = seconds * scale - mean_s - fitted * deviations
+        error = math.sqrt(float(residuals @ residuals) / (len(times) - 2) / spread)
+        if error < MAX_SLOPE_ERROR * proportional:
+            slope = min(max(0.0, fitted), proportional)
+    return {"train_s": mean_s - float(slope * tokens.mean()), "train_s_per_token": float(slope)}
 
 
 def make_latency_settings(tracker: TimeTracker, fit: CostModelFit) -> dict[str, float]:
@@ -110,6 +167,5 @@ def make_recorded_overrides(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
     if "straggler_share" not in profile.latencies:  # the measured latencies include slow instances
         overrides.append("simulation.straggler_share=0.0")
-    if "train_s" in profile.latencies:  # the measured time is that of a mean step
-        overrides.append("simulation.train_s_per_token=0.0")
+    overrides.append(f"simulation.cost_error={profile.fit.error_median!r}")
     return tuple(overrides)

@@ -3,8 +3,9 @@
 runs/NAME/ contains config.toml (with all values), fingerprints.json, code/ (user code of rules and training, code
 passed as Python objects, and all user code of a submitted job), rows.jsonl (rows passed as Python objects), store/,
 events.jsonl, evaluations.json, evaluations/ (rewards by prompt), checkpoints/, resume/ (the latest resume points),
-tensorboard/, summary.json, summary.png, job.json and job.log (the job's state and log), and for a submitted job job.txt
-(its id). A resumed run keeps the job file and the events of each earlier start as config.N.toml and events.N.jsonl.
+tensorboard/, forecast.json, summary.json, summary.png, job.json and job.log (the job's state and log), and for a
+submitted job job.txt (its id). A resumed run keeps the job file and the events of each earlier start as config.N.toml
+and events.N.jsonl.
 
 Invariants:
 - Nothing in the folder is written without its lock.

@@ -414,6 +414,8 @@ def summary_notes(summary: Mapping[str, Any]) -> list[str]:
     diagnosis = summary.get("diagnosis")
     lines = [f"stopped: {summary['stopped']}"] if summary.get("stopped") else []
     lines += [str(diagnosis["line"])] if isinstance(diagnosis, dict) and diagnosis.get("line") else []
+    forecast = summary.get("forecast")
+    lines += ["; ".join(map(str, _list(forecast.get("lines"))))] if isinstance(forecast, dict) else []
     lines += [f"lost: {loss}" for loss in _list(summary.get("losses"))]
     weights = summary.get("weights")
     lines += [str(line) for line in _list(weights.get("lines"))] if isinstance(weights, dict) else []

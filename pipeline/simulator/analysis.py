@@ -105,8 +105,8 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
     return SimulationStats(
         steps_measured=len(window),
         step_s=span_s / len(window),
-        tokens_per_s=tokens_per_s(_as_metrics(trace.steps)),
-        steady_tokens_per_s=steady_tokens_per_s(_as_metrics(trace.steps), eta),
+        tokens_per_s=tokens_per_s(as_metrics(trace.steps)),
+        steady_tokens_per_s=steady_tokens_per_s(as_metrics(trace.steps), eta),
         bound=bound_of(config, window),
         trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
         rollout_idle=max(0.0, 1 - busy_s / alive_s),
@@ -139,8 +139,16 @@ def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float
     return tokens_per_s([{**s, "elapsed_s": s["elapsed_s"] - begin_s} for s in steps[first + 1 : last + 1]])
 
 
-def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
-    return [{"response_tokens": float(s.tokens), "elapsed_s": s.finished_s} for s in steps]
+def as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
+    """Simulated steps as metrics of real ones: tokens, seconds since the start, and mean staleness."""
+    return [
+        {
+            "response_tokens": float(s.tokens),
+            "elapsed_s": s.finished_s,
+            "staleness_mean": sum(lag * n for lag, n in s.staleness.items()) / sum(s.staleness.values()),
+        }
+        for s in steps
+    ]
 
 
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:

@@ -20,6 +20,8 @@ from staleflow.tasks.settings.seeds import Stream, generator
 
 BLOCK_GROUPS = 1024
 """Number of groups whose random numbers are drawn together, for speed. They depend only on the seed and the group."""
+RESAMPLED_GROUPS = 4096
+"""Groups of a resampled workload: more than most forecasts need before they repeat."""
 MAX_TURNS_FACTOR = 10
 """Maximum turns of a trajectory, as a multiple of the mean."""
 MAX_SECONDS = 100_000.0
@@ -201,6 +203,21 @@ class RecordedWorkload:
         if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
             raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
         self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
+
+    def resample(self, seed: int, max_tokens: int) -> RecordedWorkload:
+        """Another sample of what the run's groups were drawn from: RESAMPLED_GROUPS drawn from a bootstrap sample of
+        the recorded ones, so that its mean is as uncertain as theirs. max_tokens: length at which responses are
+        truncated."""
+        rng = generator(seed, Stream.WORKLOAD)
+        rows = rng.choice(rng.integers(len(self._prompts), size=len(self._prompts)), RESAMPLED_GROUPS)
+        members = range(self._lengths.shape[1])
+        recorded = {(g, m): self._turns.get((int(row), m)) for g, row in enumerate(rows) for m in members}
+        return RecordedWorkload(
+            self._prompts[rows],
+            np.minimum(self._lengths[rows], max_tokens),
+            self._rewards[rows],
+            {key: turns for key, turns in recorded.items() if turns},
+        )
 
     def prompt_tokens(self, group: int) -> int:
         return int(self._prompts[group % len(self._prompts)])

@@ -29,7 +29,7 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
 from staleflow.pipeline.profiling.fit import StepPoint, fit_steps
-from staleflow.pipeline.profiling.run_profile import profile_run
+from staleflow.pipeline.profiling.run_profile import profile_run, split_train_time
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.in_flight_state import NewGroup
@@ -257,3 +257,17 @@ def test_coefficients_are_the_best_non_negative_subset(seed: int) -> None:
     assert np.linalg.norm(design @ best - target) == pytest.approx(np.linalg.norm(design @ expected - target), rel=1e-9)
     if seed % 4:
         np.testing.assert_allclose(best, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_training_time_is_split_by_the_tokens_of_steps() -> None:
+    tokens = [900.0, 1000.0, 1100.0, 950.0, 1050.0]
+    proportional = split_train_time(2.0, [(n, 0.002 * n) for n in tokens])
+    assert proportional == pytest.approx({"train_s": 0.0, "train_s_per_token": 0.002}, abs=1e-9)
+    both = split_train_time(3.0, [(n, 1.0 + 0.002 * n) for n in tokens])
+    assert both == pytest.approx({"train_s": 1.0, "train_s_per_token": 0.002})
+    constant = split_train_time(4.0, [(n, 2.0 + 0.001 * (-1) ** i) for i, n in enumerate(tokens)])
+    assert constant["train_s"] == pytest.approx(4.0, rel=0.02)
+    # Without a slope that can be measured, all of it is proportional.
+    for unknown in ([(n, 2.0 + 0.5 * (-1) ** i) for i, n in enumerate(tokens)], [(1000.0, 2.0)] * 5, [(1000.0, 2.0)]):
+        assert split_train_time(2.0, unknown) == pytest.approx({"train_s": 0.0, "train_s_per_token": 0.002})
+    assert split_train_time(2.0, []) == {"train_s": 2.0, "train_s_per_token": 0.0}
