@@ -4,7 +4,6 @@ instances."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.task_config import EvaluationSetConfig
@@ -30,24 +29,6 @@ class EvaluationConfig:
     sets: dict[str, EvaluationSetConfig] = knob(
         {}, "sets by name, besides that of task.eval_prompts, which is called held-out"
     )
-
-    def num_held_out_prompts(self, num_prompts: int) -> int:
-        """Number of prompts held out of the job's own source. num_prompts: task.eval_prompts."""
-        return max(
-            [
-                num_prompts,
-                *(evaluation_set.prompts for evaluation_set in self.sets.values() if not evaluation_set.source),
-            ]
-        )
-
-
-def held_out_set(
-    num_prompts: int, source: str, options: dict[str, Any], name: str = HELD_OUT
-) -> dict[str, EvaluationSetConfig]:
-    """The evaluation set of task.eval_prompts, by its name; empty if there are none."""
-    if not num_prompts:
-        return {}
-    return {name: EvaluationSetConfig(source=source, options=options, prompts=num_prompts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

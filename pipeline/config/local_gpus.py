@@ -16,16 +16,14 @@ _STARTED_WITH: dict[str, str | None] = {}
 """The CUDA_VISIBLE_DEVICES that this process was started with, if `use_devices` has set another."""
 
 
-def read_devices(nvml: Any = None) -> tuple[Device, ...]:
+def read_devices() -> tuple[Device, ...]:
     """The GPUs that this process may use according to its initial CUDA_VISIBLE_DEVICES, in that order; numbers in it
     count in PCI order. A GPU in MIG mode is replaced by its slices. Empty without the driver or the package
-    nvidia-ml-py. nvml: replaces that package."""
-    if nvml is None:
-        try:
-            import pynvml
-        except ImportError:
-            return ()
-        nvml = pynvml
+    nvidia-ml-py."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return ()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,7 +76,7 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
     for key in user_files.TLS_KEYS if runs_here else ():
-        if (file := str(reduce(getattr, key.split("."), config))) and not Path(file).is_file():
+        if (file := user_files.value_at(config, key)) and not Path(file).is_file():
             raise ConfigError(f"{key} = {file!r}: no such file")
     folder = _check_model(config, notes, runs_here=runs_here)
     _check_reference(config, folder, notes, runs_here=runs_here)
@@ -116,7 +115,7 @@ def check_names(config: RunConfig) -> None:
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
         )
     for key in PATH_KEYS:
-        if "\0" in (path := str(reduce(getattr, key.split("."), config))):
+        if "\0" in (path := user_files.value_at(config, key)):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
     if config.runs_dir.startswith("~"):
         raise ConfigError(f"runs_dir = {config.runs_dir!r}: ~ is not replaced here, write the whole path")
@@ -271,17 +270,10 @@ def _needs_cluster_machine(config: RunConfig, notes: list[str]) -> bool:
         if not path.exists():
             notes.append(f"not checked here: {key} = {f'{kind}:{path}'!r} is not on this machine")
             return True
-    rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
-    rewards += [(f"task.sources.{name}.reward", task.reward) for name, task in config.task.sources.items()]
-    for key, reference in (
-        *(
-            (f"task.sources.{name}.source" if name else "task.source", t.source)
-            for name, t in config.task.sources_by_name.items()
-        ),
-        ("reward.function", config.reward.function),
-        *rewards,
-        *(("environment.tools", tool) for tool in config.environment.tools),
-    ):
+    for key in user_files.code_keys_of(config):
+        if key == "task.source" and config.task.sources:
+            continue  # they replace it
+        reference = user_files.value_at(config, key)
         source, (_, module, _) = kind_of(reference), user_files.split_code(reference)
         packages = () if source is None else source.packages
         if names_user_code(reference) and not module.endswith(".py") and (source is None or source.name_is_code):

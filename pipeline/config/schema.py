@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationConfig, held_out_set
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationConfig
 from staleflow.pipeline.config.knob_tree import ExplainedValue, explain_values
 from staleflow.pipeline.config.task_tables import MixedTaskConfig, SampledTaskConfig, TaskTableConfig
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
@@ -372,16 +372,20 @@ class RunConfig:
         """The evaluation sets by name; with several task sources, each source's set has the source's name. An emulated
         run is evaluated only if [evaluation] says so."""
         evaluates = not self.emulated or self.evaluation.every > 0
-        held_out_sets: dict[str, EvaluationSetConfig] = {}
-        for name, task in self.task.sources_by_name.items():
-            prompts = task.eval_prompts if evaluates else 0
-            held_out_sets |= held_out_set(prompts, task.eval_source, task.eval_options, name or HELD_OUT)
+        held_out_sets = {
+            name or HELD_OUT: EvaluationSetConfig(
+                source=task.eval_source, options=task.eval_options, prompts=task.eval_prompts
+            )
+            for name, task in self.task.sources_by_name.items()
+            if evaluates and task.eval_prompts
+        }
         return held_out_sets | self.evaluation.sets
 
     @property
     def num_held_out_prompts(self) -> int:
         """Number of prompts of task.source, or task.eval_source, that are held out of training."""
-        return self.evaluation.num_held_out_prompts(self.task.eval_prompts)
+        own_sets = (evaluation_set for evaluation_set in self.evaluation.sets.values() if not evaluation_set.source)
+        return max([self.task.eval_prompts, *(evaluation_set.prompts for evaluation_set in own_sets)])
 
     @property
     def reward_actors(self) -> tuple[str, ...]:

@@ -65,13 +65,14 @@ def code_keys(
     return (*CODE_KEYS, *reward_keys, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *set_keys, *source_keys)
 
 
-def _code_keys(config: RunConfig) -> tuple[str, ...]:
+def code_keys_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of a job that may name user code."""
     return code_keys(config.reward.parts, len(config.environment.tools), config.evaluation.sets, config.task.sources)
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of a job whose user code scores responses."""
-    return tuple(key for key in _code_keys(config) if key.startswith(("task.", "reward.", "evaluation.")))
+    return tuple(key for key in code_keys_of(config) if key.startswith(("task.", "reward.", "evaluation.")))
 
 
 def copied_keys(config: RunConfig) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def copied_keys(config: RunConfig) -> tuple[str, ...]:
     objects."""
     return tuple(
         key
-        for key in _code_keys(config)
+        for key in code_keys_of(config)
         if key in RULE_KEYS or key.endswith(".sampler.name") or is_temporary(Path(_code_reference(config, key)[0]))
     )
 
@@ -89,14 +90,14 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     set_keys = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
     source_keys = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
     for key in (*DATA_KEYS, *set_keys, *source_keys):
-        kind, path = data_file(_get(config, key))
+        kind, path = data_file(value_at(config, key))
         if path is not None:
             yield key, kind, path
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Make all paths of a job absolute, because workers of a cluster have other working directories."""
-    for key in _code_keys(config):
+    for key in code_keys_of(config):
         file, name = _code_reference(config, key)
         if file:
             config = _set_code_reference(config, key, str(Path(file).resolve()), name)
@@ -104,7 +105,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     for key, kind, path in data_files(config):
         config = _set(config, key, f"{kind}:{path.resolve()}")
     for key in PATH_KEYS:
-        if path := _get(config, key):
+        if path := value_at(config, key):
             config = _set(config, key, str(Path(path).resolve()))
     return _set(with_multi_turn(config), "runs_dir", str(Path(config.runs_dir).resolve()))
 
@@ -112,7 +113,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def with_absolute_models(config: RunConfig) -> RunConfig:
     """Make the paths of a job's model folders absolute."""
     for key in MODEL_KEYS:
-        if (path := _get(config, key)) and Path(path).is_dir():
+        if (path := value_at(config, key)) and Path(path).is_dir():
             config = _set(config, key, str(Path(path).resolve()))
     return config
 
@@ -191,12 +192,14 @@ def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[
     """Collect the user code of these keys (by default all) and rows of Python objects. Returns the job with references
     by file name only, and the contents of the files by name. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
-    for key in _code_keys(config) if keys is None else keys:
+    for key in code_keys_of(config) if keys is None else keys:
         file, name = _code_reference(config, key)
         if file:
             prefix = key.split(".")[-2 if key in CODE_KEYS else 0] + "_"
             file_name = prefix + Path(file).name.removeprefix(prefix)
-            with raised_as(ConfigError, f"{key} = {_get(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
+            with raised_as(
+                ConfigError, f"{key} = {value_at(config, key)!r}: cannot be read", OSError, UnicodeDecodeError
+            ):
                 text = Path(file).read_text()
             while code.setdefault(file_name, text) != text:  # files of one name, from two folders
                 file_name = f"{prefix}{file_name}"
@@ -210,7 +213,7 @@ def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
     """Return the job with its user code and rows referenced by their paths in `folder`."""
-    for key in _code_keys(config):
+    for key in code_keys_of(config):
         file, name = _code_reference(config, key)
         if file in code:
             config = _set_code_reference(config, key, str(copied_path(folder, file)), name)
@@ -235,16 +238,17 @@ def copied_path(folder: Path, name: str) -> Path:
 
 def _code_reference(config: RunConfig, key: str) -> tuple[str, str]:
     """Return the file of user code at a key, and the name within it; both empty if there is none."""
-    _, file, name = split_code(_get(config, key))
+    _, file, name = split_code(value_at(config, key))
     return (file, name) if file.endswith(".py") else ("", "")
 
 
 def _set_code_reference(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
     """Return the job with another file and name of user code at a key."""
-    return _set(config, key, f"{split_code(_get(config, key))[0]}{file}:{name}")
+    return _set(config, key, f"{split_code(value_at(config, key))[0]}{file}:{name}")
 
 
-def _get(config: RunConfig, key: str) -> Any:
+def value_at(config: RunConfig, key: str) -> Any:
+    """Return the value at a key with dots."""
     return reduce(_child, key.split("."), config)
 
 

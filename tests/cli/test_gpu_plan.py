@@ -39,17 +39,15 @@ def test_a_job_that_does_not_fit_is_rejected_with_the_smallest_change(
 ) -> None:
     simulate_gpus(monkeypatch, "8xH100-80")
     with pytest.raises(ConfigError, match=r"trainer needs 1 of 2.. GB, the most there are together is 0") as refused:
-        place_locally(loading.load(job_of_8b), read_devices(pynvml))
+        place_locally(loading.load(job_of_8b), read_devices())
     assert str(refused.value).endswith("; it fits with training.recompute_activations = true, training.ranks = 4")
     assert "\n" not in str(refused.value)
     adapter = ("training.lora.rank=8", "rollout.on_pull=adapter")
     with pytest.raises(ConfigError, match=r"; it fits with training.recompute_activations = true$"):
-        place_locally(loading.load(job_of_8b, adapter), read_devices(pynvml))
+        place_locally(loading.load(job_of_8b, adapter), read_devices())
+    assert place_locally(loading.load(job_of_8b, (*adapter, "training.recompute_activations=true")), read_devices())[0]
     assert place_locally(
-        loading.load(job_of_8b, (*adapter, "training.recompute_activations=true")), read_devices(pynvml)
-    )[0]
-    assert place_locally(
-        loading.load(job_of_8b, ("training.ranks=4", "training.recompute_activations=true")), read_devices(pynvml)
+        loading.load(job_of_8b, ("training.ranks=4", "training.recompute_activations=true")), read_devices()
     )[0]
 
 
@@ -122,8 +120,8 @@ def test_the_turns_layout_needs_one_gpu_where_separate_does_not_fit(
     turns = (*knobs, "cluster.layout=turns")
     simulate_gpus(monkeypatch, "1xL4-24")
     with pytest.raises(ConfigError, match=r"needs 2 GPUs .1 for training, 1 for rollout.; 1 of 1"):
-        place_locally(loading.load(job, knobs), read_devices(pynvml))
-    assert "t0+r0" in place_locally(loading.load(job, turns), read_devices(pynvml))[1]
+        place_locally(loading.load(job, knobs), read_devices())
+    assert "t0+r0" in place_locally(loading.load(job, turns), read_devices())[1]
     settings = [part for knob in turns for part in ("--set", knob)]
     end = command("config", "explain", job, "--gpus", "1xL4-24", *settings)
     assert end.returncode == 0, end.stderr

@@ -16,11 +16,16 @@ from tests.commands import command
 from tests.support.fake_nvml import pynvml
 
 
+@pytest.fixture(autouse=True)
+def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+
+
 @pytest.fixture
 def eight(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, ...]:
     monkeypatch.setenv("FAKE_GPUS", "8xH100-80")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return local_gpus.read_devices(pynvml)
+    return local_gpus.read_devices()
 
 
 def test_devices_have_memory_and_a_link_domain(eight: tuple[Device, ...]) -> None:
@@ -40,18 +45,18 @@ def test_cuda_visible_devices_is_respected(
     """Rotated lists as of dask-cuda, UUIDs, an empty list, and lists that end at the first invalid entry, as in
     CUDA."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert "".join(device.visible for device in local_gpus.read_devices(pynvml)) == numbers
+    assert "".join(device.visible for device in local_gpus.read_devices()) == numbers
 
 
 def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "4xL4-24-pcie")
-    assert {device.link_domain for device in local_gpus.read_devices(pynvml)} == {"pcie"}
+    assert {device.link_domain for device in local_gpus.read_devices()} == {"pcie"}
     monkeypatch.setenv("FAKE_GPUS", "MIG-7xA100-10")
-    slices = local_gpus.read_devices(pynvml)
+    slices = local_gpus.read_devices()
     assert len({device.link_domain for device in slices}) == 7
     assert slices[2].visible == slices[2].uuid == "MIG-host-2"
     monkeypatch.delenv("FAKE_GPUS")
-    assert local_gpus.read_devices(pynvml) == ()
+    assert local_gpus.read_devices() == ()
 
 
 def test_each_role_of_a_local_run_has_a_separate_gpu(job: Path, eight: tuple[Device, ...]) -> None:

@@ -89,6 +89,12 @@ def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, ti
     assert line.startswith("not checked here: task.sources.b.source = 'nowhere_installed:Numbers' cannot be imported")
 
 
+def test_an_evaluation_set_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, tiny_model: Path) -> None:
+    text = TWO.replace('"x"', f'"{tiny_model}"') + '[evaluation.sets.far]\nsource = "nowhere_installed:Numbers"\n'
+    (line,) = check_job(read(tmp_path, text), runs_here=False)
+    assert line.startswith("not checked here: evaluation.sets.far.source = 'nowhere_installed:Numbers' cannot be")
+
+
 def test_keys_of_listed_sources_may_be_overridden(tmp_path: Path) -> None:
     tree = tomllib.loads(TWO)
     assert load_job(tree, {"task.sources.a.ratio": 2}).task.sources["a"].ratio == 2
