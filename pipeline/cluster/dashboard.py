@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -119,7 +120,7 @@ class JobsCollector(Collector):
             family_class = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
             family = family_class(f"{PROMETHEUS_PREFIX}{metric.prometheus_name}", metric.help, labels=["job"])
             for job in jobs:
-                values = last_metrics(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
+                values = job.last_metrics if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
                 if (number := values.get(metric.name)) is not None:
                     family.add_metric([job.id], float(number))
             yield family
@@ -131,11 +132,6 @@ def export_metrics(registry: JobRegistry) -> None:
         with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
             REGISTRY.register(JobsCollector())
     JobsCollector.registries.add(registry)
-
-
-def last_metrics(job: Job) -> Mapping[str, float]:
-    """Metrics of a job's last step; empty if it has none."""
-    return next(reversed(job.history.values()), {})
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -204,7 +200,7 @@ class DashboardView:
         )
         plot.add_tools(HoverTool(tooltips="@what"))
         plot.xaxis.axis_label = "entry"
-        plot.xaxis.ticker = integer_ticker()
+        plot.xaxis.ticker = BasicTicker(min_interval=1, mantissas=[1, 2, 5])  # integers only
         plot.yaxis.axis_label = "step"
         plot.grid.visible = False
         return plot
@@ -309,9 +305,9 @@ class DashboardView:
 
 def headline(job: Job, jobs: list[Job]) -> str:
     """HTML at the top of the page: one line about the job, and links to all jobs."""
-    step = last_metrics(job)
+    step = job.last_metrics
     parts = [
-        f"<b>{escape_html(job.id)}</b>",
+        f"<b>{escape(job.id)}</b>",
         f"<b style='color:{STATE_COLORS[job.state]}'>{job.state}</b>",
         f"step <b>{len(job.history)}</b> of {job.steps}",
     ]
@@ -320,13 +316,13 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
         parts.append(f"{step['tokens_per_s']:.0f} {STEP_METRICS['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
-        parts.append(escape_html(job.status["doing"]))
+        parts.append(escape(job.status["doing"]))
     if job.status.get("num_acting") and job.state == "running":
         parts.append(f"{job.status['num_acting']} wait for their environment")
     if job.status.get("limit") and job.state == "running":
-        parts.append(escape_html(job.status["limit"]))
+        parts.append(escape(job.status["limit"]))
     if job.why:
-        parts.append(escape_html(job.why))
+        parts.append(escape(job.why))
     if Path(job.run_dir).is_dir():
         parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
@@ -341,9 +337,9 @@ def link(job: Job, *, is_displayed: bool) -> str:
     colour = STATE_COLORS[job.state]
     style = f"background:{colour}; color:white; font-weight:bold" if is_displayed else f"color:{colour}"
     return (
-        f"<a href='staleflow?job={escape_html(job.id)}' style='{style}; border:1px solid {colour}; border-radius:4px; "
+        f"<a href='staleflow?job={escape(job.id)}' style='{style}; border:1px solid {colour}; border-radius:4px; "
         f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
-        f"{' aria-current=page' if is_displayed else ''}>{escape_html(job.id)}</a>"
+        f"{' aria-current=page' if is_displayed else ''}>{escape(job.id)}</a>"
     )
 
 
@@ -351,14 +347,3 @@ def default_job(jobs: list[Job]) -> Job | None:
     """Return the job to show by default: the newest that runs, else the newest with steps, else the newest."""
     running_jobs = [job for job in jobs if job.state == "running"]
     return next(reversed(running_jobs or [job for job in jobs if job.history] or jobs), None)
-
-
-def integer_ticker() -> Any:
-    """Create a ticker with integer ticks only."""
-    return BasicTicker(min_interval=1, mantissas=[1, 2, 5])
-
-
-def escape_html(text: str) -> str:
-    from html import escape
-
-    return escape(str(text), quote=True)

@@ -52,7 +52,12 @@ class Job:
         self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
         self.num_lines += 1
 
+    @property
+    def last_metrics(self) -> PlainDict:
+        """Metrics of its last step; empty if it has none."""
+        return next(reversed(self.history.values()), {})
+
     def to_plain(self) -> PlainDict:
         """Convert the job to plain values, with the metrics of its last step instead of its history."""
         names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
-        return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
+        return {name: getattr(self, name) for name in names} | {"last": self.last_metrics}

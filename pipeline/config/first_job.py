@@ -140,7 +140,8 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
     with _none_after_an_error(folder, files):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _temporary_folder(folder, files) as tmp_folder:
+            with tempfile.TemporaryDirectory(prefix=".init-", dir=folder) as tmp_name:
+                tmp_folder = Path(tmp_name)
                 (tmp_folder / JOB).write_text(text)
                 if writes_reward:
                     (tmp_folder / REWARD).write_text(_reward_text(data))
@@ -148,6 +149,8 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
                     (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
                 if not inputs.model:
                     _pretrain(tmp_folder / MODEL, report)
+                for name in files:
+                    (tmp_folder / name).rename(folder / name)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
         with contextlib.chdir(folder):
@@ -176,18 +179,6 @@ def _none_after_an_error(folder: Path, names: Iterable[str]) -> Iterator[None]:
         for path in (folder / name for name in names):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def _temporary_folder(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """A folder whose files of these names end in `folder`, unless there is an error."""
-    tmp_folder = Path(tempfile.mkdtemp(prefix=".init-", dir=folder))
-    try:
-        yield tmp_folder
-        for name in names:
-            (tmp_folder / name).rename(folder / name)
-    finally:
-        shutil.rmtree(tmp_folder)
 
 
 # -- sums, and a model that knows them -------------------------------------------------------------------------------
@@ -321,8 +312,7 @@ def _job_path(folder: Path, name: str) -> str:
         return name
     if path.is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
         return str(path)
-    relative = os.path.relpath(path.resolve(), folder.resolve())
-    return relative
+    return os.path.relpath(path.resolve(), folder.resolve())
 
 
 def _reward_function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:

@@ -126,7 +126,5 @@ Number = TypeVar("Number", int, float)
 
 def _sum_starts(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
     """The sum of counts by name."""
-    total: dict[str, Number] = {}
-    for name, count in (item for counts_of_start in counts for item in counts_of_start.items()):
-        total[name] = total[name] + count if name in total else count
-    return total
+    names = dict.fromkeys(name for counts_of_start in counts for name in counts_of_start)
+    return {name: sum(counts_of_start.get(name, 0) for counts_of_start in counts) for name in names}

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.cluster.submitted_job import ENDED
+from staleflow.pipeline.cluster.submitted_job import ENDED, Job
 from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, is_locked
 from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text
@@ -23,10 +23,7 @@ POLL_S = 0.5
 """Seconds between two polls of a log that is followed."""
 LOCK_CHECK_EVERY = 10
 """Number of polls per check of the run's lock, which is checked rarely because the check takes the lock."""
-DEFAULT_RECORD: dict[str, Any] = {
-    "id": "", "name": "", "run_dir": "", "steps": 0, "submitted_at": 0.0, "state": "waiting", "why": "", "stop": "",
-    "status": {}, "reported_at": 0.0, "last": {},
-}  # fmt: skip
+DEFAULT_RECORD = Job(id="", name="", run_dir="", steps=0, submitted_at=0.0).to_plain()
 """A record's keys, which are those of a job in the registry, and their default values."""
 
 

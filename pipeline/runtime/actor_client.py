@@ -97,7 +97,13 @@ class ActorClient:
         return self._workers.placed[name].actor
 
     async def ask(
-        self, name: str, method: str, *args: Any, deadline: DeadlineKey | None = None, within_s: float | None = None
+        self,
+        name: str,
+        method: str,
+        *args: Any,
+        deadline: DeadlineKey | None = None,
+        within_s: float | None = None,
+        restores: bool = False,
     ) -> Any:
         """Call a method of an actor. If the lost actor can be restored, waits and retries. Also retries up to
         MAX_FALSE_LOSSES times if the actor reports the server lost although it answers. Otherwise raises ActorLost.
@@ -106,33 +112,26 @@ class ActorClient:
             deadline: Key of the deadline that limits the call, by default call_s. Errors name it.
             within_s: Overrides the seconds of that deadline. Without `deadline` these are never extended, and errors
                 name no key.
+            restores: Whether the call is a part of restoring the actor, whose loss is raised then.
         """
         num_false_losses = 0
         while True:
-            await self.recovery.wait_until_settled(name)
+            if not restores:
+                await self.recovery.wait_until_settled(name)
             called_s = now_s()
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
-                loss_error = await self.actual_loss(name, error, num_false_losses)
-            if loss_error is None:
-                num_false_losses += 1
-            else:
-                await self.recovery.wait_until_restored(loss_error, called_s)
-
-    async def actual_loss(self, name: str, loss_error: ActorLost, num_false_losses: int) -> ActorLost | None:
-        """The loss that an actor's failed call means; None if the call is to be repeated, since the actor reported the
-        server lost, but it answers. After MAX_FALSE_LOSSES such reports the actor itself is lost.
-
-        Args:
-            num_false_losses: Number of such reports of this call before.
-        """
-        if loss_error.actor != "server" or name == "server" or not await self.server_answers():
-            return loss_error
-        logger.warning("%s: %s; it answers now", name, loss_error)
-        if num_false_losses < MAX_FALSE_LOSSES:
-            return None
-        return ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
+                loss_error = error
+            if loss_error.actor == "server" and name != "server" and await self.server_answers():
+                logger.warning("%s: %s; it answers now", name, loss_error)
+                if num_false_losses < MAX_FALSE_LOSSES:
+                    num_false_losses += 1
+                    continue
+                loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
+            if restores and trainer_group.role_of(loss_error.actor) == name:
+                raise loss_error
+            await self.recovery.wait_until_restored(loss_error, called_s)
 
     async def server_answers(self) -> bool:
         """Whether the trajectory server answers a call within deadlines.call_s. The call changes nothing. It is sent

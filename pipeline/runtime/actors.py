@@ -32,13 +32,8 @@ from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.weight_publisher import WeightPublisher
-from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS, make_unusable_engine_error
-from staleflow.stores.errors import (
-    ActorFailed,
-    ActorLost,
-    ActorSilent,
-    WeightsRefused,
-)
+from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS
+from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, ConfigError, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.reward_worker import RewardWorker
@@ -91,7 +86,10 @@ class Actors(WeightPublisher):
                 self._place_at_start(name, partial(self.place_stateless, name))
                 for name in (*config.reward_actors, *config.teachers)
             ),
-            *map(self._place_instance_at_start, range(config.rollout.instances)),
+            *(
+                self._place_at_start(f"rollout-{index}", partial(self.place_instance, index))
+                for index in range(config.rollout.instances)
+            ),
         )
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
         await gather_or_cancel(*(self._place_parameter_server_if_alive(actor) for actor in weight_holders))
@@ -123,15 +121,14 @@ class Actors(WeightPublisher):
             except ActorSilent:
                 raise
             except WeightsRefused as error:
-                raise make_unusable_engine_error(error) from error
+                raise ConfigError(
+                    f"rollout.engine cannot be updated by this trainer: {error}; use another engine or model"
+                ) from error
             except ActorLost as loss_error:
                 role = trainer_group.role_of(loss_error.actor)
                 if role.partition(".")[0] != name:
                     raise
                 self.record_loss(role, loss_error)
-
-    async def _place_instance_at_start(self, index: int) -> None:
-        await self._place_at_start(f"rollout-{index}", partial(self.place_instance, index))
 
     async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
         """Like `publish_initial`, but retries with the restored trainer if the trainer is lost."""

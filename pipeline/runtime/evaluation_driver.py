@@ -32,6 +32,7 @@ from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, SetRewa
 from staleflow.pipeline.runtime.evaluation_results import (
     NO_RESPONSE,
     Evaluation,
+    ItemResponse,
     fewer_prompts_warning,
     group_by_prompt,
     read_rewards,
@@ -156,15 +157,13 @@ class EvaluationDriver:
             raise ProtocolViolation(
                 f"version {command.version} was evaluated with tokens of versions {sorted(other_versions)}"
             )
-        rewards = {
-            name: group_by_prompt(
-                [pair for pair in zip(self._items, responses, strict=True) if pair[0].set_name == name]
-            )
-            for name in self._sets
-        }
+        responses_by_set: dict[str, list[ItemResponse]] = {name: [] for name in self._sets}
+        for item, response in zip(self._items, responses, strict=True):
+            responses_by_set[item.set_name].append((item, response))
+        rewards = {name: group_by_prompt(set_responses) for name, set_responses in responses_by_set.items()}
         seconds = self._actors.clock.elapsed_s - self._requested_at_s
         # Beside the event loop: the intervals of thousands of prompts take seconds.
-        results = await asyncio.to_thread(self._compute_results, command.version, responses, rewards, seconds)
+        results = await asyncio.to_thread(self._compute_results, command.version, responses_by_set, rewards, seconds)
         write_rewards(self._run_dir, command.version, rewards)
         write_evaluations(self._run_dir, [*self._results, *results])
         self._results += results
@@ -174,18 +173,16 @@ class EvaluationDriver:
     def _compute_results(
         self,
         version: PolicyVersion,
-        responses: Sequence[EvaluatedResponse],
+        responses_by_set: Mapping[str, Sequence[ItemResponse]],
         rewards: Mapping[str, SetRewards],
         seconds: float,
     ) -> list[Evaluation]:
         base_rewards = self._base_rewards() if version else {}
         results = []
-        for name, evaluation_set in self._sets.items():
-            set_responses = [
-                (item, response) for item, response in zip(self._items, responses, strict=True) if item.set_name == name
-            ]
+        for name, set_responses in responses_by_set.items():
             if not set_responses:
                 continue
+            evaluation_set = self._sets[name]
             sampled = [response.score or NO_RESPONSE for item, response in set_responses if item.sample != GREEDY]
             greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
             results.append(

@@ -57,11 +57,11 @@ class EvaluationFigures:
         """The statistics as short lines for display. samples: sampled responses per prompt."""
         best_label = "pass" if self.binary else "best"
         lines = [
-            f"{best_label}@{k} {format_with_interval(mean, self.best_of_intervals.get(k))}"
+            f"{best_label}@{k} {format_mean(mean, None, self.best_of_intervals.get(k))}"
             for k, mean in self.best_of.items()
         ]
         if self.majority is not None:
-            lines.append(f"majority@{samples} {format_with_interval(self.majority, self.majority_interval)}")
+            lines.append(f"majority@{samples} {format_mean(self.majority, None, self.majority_interval)}")
         for name, change in (("sampled", self.sampled_change), ("greedy", self.greedy_change)):
             if change is not None:
                 p = f"p = {change.p:.3f}" if change.p >= 0.001 else "p < 0.001"
@@ -72,9 +72,15 @@ class EvaluationFigures:
 NO_FIGURES = EvaluationFigures()
 
 
-def format_with_interval(mean: float, interval: Interval | None) -> str:
-    """Format a mean and its interval for display."""
-    return f"{mean:.3f}" + (f" {interval}" if interval else "")
+def format_mean(mean: float | None, stderr: float | None, interval: Interval | None) -> str:
+    """Format a mean, its standard error and its 95 % interval for display.
+
+    >>> format_mean(0.4713, 0.0249, Interval(low=0.421, high=0.521))
+    '0.471 ± 0.025 [0.421, 0.521]'
+    """
+    if mean is None:
+        return "none scored"
+    return f"{mean:.3f}" + (f" ± {stderr:.3f}" if stderr is not None else "") + (f" {interval}" if interval else "")
 
 
 def compute_figures(rewards: SetRewards, samples: int, base_rewards: SetRewards) -> EvaluationFigures:

@@ -20,10 +20,16 @@ from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.recovery.source_fingerprints import PARTS
-from staleflow.pipeline.runtime.evaluation_figures import NO_FIGURES, EvaluationFigures, PromptRewards, SetRewards
+from staleflow.pipeline.runtime.evaluation_figures import (
+    NO_FIGURES,
+    EvaluationFigures,
+    PromptRewards,
+    SetRewards,
+    format_mean,
+)
 from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_text
-from staleflow.stores.reward_statistics import Estimate, Interval, estimate
+from staleflow.stores.reward_statistics import Estimate, estimate
 from staleflow.stores.serialization import Codec, PlainValue
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.sources.evaluation_items import GREEDY, ItemSummary
@@ -161,17 +167,6 @@ CODEC = Codec(stored_names={Evaluation: {f"{part}_fingerprint": part for part in
 """Encodes evaluations as a run's folder keeps them."""
 
 
-def format_mean(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
-    """Format a mean, its standard error and its 95 % interval for display.
-
-    >>> format_mean(0.4713, 0.0249, Interval(low=0.421, high=0.521))
-    '0.471 ± 0.025 [0.421, 0.521]'
-    """
-    if mean is None:
-        return "none scored"
-    return f"{mean:.3f}" + (f" ± {stderr:.3f}" if stderr is not None else "") + (f" {interval}" if interval else "")
-
-
 def describe_progress(version: int, num_left: int) -> str:
     """Describe the running evaluation, for display. version: -1 while it is not chosen yet."""
     subject = f"version {version}" if version >= 0 else "the next version"
@@ -278,15 +273,19 @@ def _estimate(scores: Sequence[ScoredResponse], per_prompt: int) -> Estimate:
 FOLDER = "evaluations"
 
 
-def group_by_prompt(responses: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> dict[str, PromptRewards]:
-    """Rewards of a set by prompt, from its items and their responses."""
-    by_prompt: dict[str, list[tuple[ItemSummary, EvaluatedResponse]]] = {}
+ItemResponse = tuple[ItemSummary, EvaluatedResponse]
+"""An item of an evaluation, and its response."""
+
+
+def group_by_prompt(responses: Sequence[ItemResponse]) -> dict[str, PromptRewards]:
+    """Rewards of a set by prompt."""
+    by_prompt: dict[str, list[ItemResponse]] = {}
     for item, response in responses:
         by_prompt.setdefault(item.digest, []).append((item, response))
     return {digest: _make_prompt_rewards(pairs) for digest, pairs in by_prompt.items()}
 
 
-def _make_prompt_rewards(responses: Sequence[tuple[ItemSummary, EvaluatedResponse]]) -> PromptRewards:
+def _make_prompt_rewards(responses: Sequence[ItemResponse]) -> PromptRewards:
     scored_responses = [
         (item.sample, r, r.score.reward) for item, r in responses if r.score is not None and not r.score.error
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination import commands, events
@@ -25,6 +25,7 @@ from staleflow.tasks.actors.rollout_instance import RequestOutcome
 from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
+SamplingEvent = TypeVar("SamplingEvent", events.TrajectorySampled, events.TrajectoryInterrupted)
 POLL_S, REPORT_S = 0.5, 0.5
 """Seconds that an instance waits for results in one poll, unless a request ends, and between two reports of its
 progress; see `interval_factor`."""
@@ -99,18 +100,7 @@ class InstanceLink:
             case commands.Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, commands.Interrupt))
                 for outcome in await self._actors.ask(self._name, "interrupt", SERVER, ids):
-                    draft_counts = {
-                        "drafted_tokens": outcome.drafted_tokens,
-                        "accepted_tokens": outcome.accepted_tokens,
-                    }
-                    self._emit(
-                        events.TrajectoryInterrupted(
-                            trajectory=outcome.trajectory,
-                            route_number=outcome.route_number,
-                            tokens=outcome.num_tokens,
-                            **draft_counts,
-                        )
-                    )
+                    self._emit(_sampling_event(events.TrajectoryInterrupted, outcome))
             case commands.Pull(instance=instance, version=version):
                 loaded_version = await self._actors.pull(self._instance, version)
                 self._emit(events.PullFinished(instance=instance, version=loaded_version))
@@ -127,13 +117,7 @@ class InstanceLink:
                 self._name, "next_events", SERVER, poll_s, deadline="call_s", within_s=within_s
             )
             for outcome in outcomes:
-                draft_counts = {"drafted_tokens": outcome.drafted_tokens, "accepted_tokens": outcome.accepted_tokens}
-                event: events.Event = events.TrajectorySampled(
-                    trajectory=outcome.trajectory,
-                    route_number=outcome.route_number,
-                    tokens=outcome.num_tokens,
-                    **draft_counts,
-                )
+                event: events.Event = _sampling_event(events.TrajectorySampled, outcome)
                 if outcome.error:
                     event = events.TrajectoryFailed(
                         trajectory=outcome.trajectory, route_number=outcome.route_number, error=outcome.error
@@ -180,6 +164,17 @@ class InstanceLink:
             drafted_tokens=load.drafted_tokens - previous_load.drafted_tokens,
             accepted_tokens=load.accepted_tokens - previous_load.accepted_tokens,
         )
+
+
+def _sampling_event(kind: type[SamplingEvent], outcome: RequestOutcome) -> SamplingEvent:
+    """Return the event of a request whose sampling has ended or was interrupted."""
+    return kind(
+        trajectory=outcome.trajectory,
+        route_number=outcome.route_number,
+        tokens=outcome.num_tokens,
+        drafted_tokens=outcome.drafted_tokens,
+        accepted_tokens=outcome.accepted_tokens,
+    )
 
 
 class StallDetector:

@@ -86,22 +86,9 @@ class WeightPublisher(ActorClient):
         """Let a restored trainer repeat a step on rows that the server still has, and publish the version. Raises
         ActorLost if the weights differ from those published before."""
         recorded_fingerprint = self._trained_fingerprints[PolicyVersion(step + 1)]
-        num_false_losses = 0
-        while True:
-            called_s = now_s()
-            try:
-                published: PublishedStep = await self.ask_once(
-                    "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s"
-                )
-                break
-            except ActorLost as error:
-                loss_error = await self.actual_loss("trainer", error, num_false_losses)
-            if loss_error is None:
-                num_false_losses += 1
-            elif loss_error.actor == "server":
-                await self.recovery.wait_until_restored(loss_error, called_s)
-            else:
-                raise loss_error
+        published: PublishedStep = await self.ask(
+            "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s", restores=True
+        )
         if published.fingerprint != recorded_fingerprint:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({published.fingerprint}) than "

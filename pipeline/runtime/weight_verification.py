@@ -30,12 +30,6 @@ ROUNDING_DRIFT = {"float32": 1e-3, "bfloat16": 2e-2}
 """Minimum drift limit by dtype, in nats, unless the job sets one: the mean difference that rounding explains."""
 
 
-def make_unusable_engine_error(refusal: WeightsRefused) -> ConfigError:
-    """The error with which a run ends if an instance refuses the first weights, since other instances would refuse them
-    too."""
-    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refusal}; use another engine or model")
-
-
 class WeightVerification:
     """State of one run's weight verification.
 
