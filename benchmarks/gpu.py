@@ -74,11 +74,12 @@ def make_model(name: str, folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def make_trainer(model: Path, *, recompute: bool = False, compiled: bool = False, microbatch: int) -> Any:
+    from staleflow.tasks.training.policy import TrainerSettings
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
-    from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+    from staleflow.tasks.training.trainer_settings import TrainingConfig
 
     return PolicyTrainer(
-        PolicyTrainerSettings(
+        TrainerSettings(
             model=str(model), dtype="bfloat16", device="auto", num_steps=9, temperature=1.0, max_length=1 << 15, seed=0,
             training=TrainingConfig(
                 learning_rate=1e-5, recompute_activations=recompute, compile=compiled, microbatch_tokens=microbatch,
@@ -198,6 +199,7 @@ def time_decoding(model: str, running: list[int], new: int = NEW, prompt: int = 
 
 def time_weights(model: str) -> Any:
     """Time the way of a version from a trainer to an engine, and a resume point, on the same GPU."""
+    from benchmarks.engines import record_stalls
     from staleflow.stores.trajectory import InstanceId, PolicyVersion
     from staleflow.stores.weights.weight_folder import WeightFolder
     from staleflow.tasks.engines.engine_settings import TransformersSettings
@@ -214,15 +216,18 @@ def time_weights(model: str) -> Any:
         weights = WeightFolder(Path(folder) / "weights")
         publish_s = _seconds(lambda: trainer.apply_to_weights(lambda w: weights.publish(PolicyVersion(1), w)))
         path = weights.path(PolicyVersion(1))
-        results = [engine.load(PolicyVersion(1), path) for _ in range(2)]
+        engine.load(PolicyVersion(1), path)
+        stalls = record_stalls(engine)
+        begin_s = time.perf_counter()
+        report = engine.load(PolicyVersion(1), path).weights
+        load_s = time.perf_counter() - begin_s
         copy_s = _seconds(lambda: trainer.begin_save(Path(disk) / "point.pt"))
         write_s = _seconds(trainer.end_save)
         num_bytes = path.stat().st_size
     engine.close()
-    report = results[-1].weights
     return {
-        "model": Path(model).name, "bytes": num_bytes, "publish_s": publish_s, "load_s": results[-1].elapsed_s,
-        "stalled_s": results[-1].stalled_s, "verified": report.verified, "contradicted": report.contradicted,
+        "model": Path(model).name, "bytes": num_bytes, "publish_s": publish_s, "load_s": load_s,
+        "stalled_s": sum(stalls), "verified": report.verified, "contradicted": report.contradicted,
         "resume_copy_s": copy_s, "resume_write_s": write_s,
     }  # fmt: skip
 

@@ -215,7 +215,8 @@ class Trial:
         import torch
 
         point, before = self.folder / "point", weights_of(self.trainer)
-        self.trainer.save_state(point)
+        self.trainer.begin_save(point)
+        self.trainer.end_save()
         resumed = trainer_of(self.model)
         resumed.load_state(point)
         for trainer in (resumed, self.trainer):

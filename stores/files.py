@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, raised_as, strerror
@@ -62,17 +62,10 @@ def replace_text(path: Path, text: str, remedy: str) -> None:
         tmp_path.write_text(text, encoding="utf-8")
 
 
-def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
-    """Call `write` with a temporary, empty folder, and rename it to `path` when it is complete. Raises StoreError; then
-    `path` is unchanged."""
-    with replacing_folder(path, remedy, failures=failures) as tmp_path:
-        write(tmp_path)
-
-
 @contextlib.contextmanager
 def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Iterator[Path]:
-    """Context manager like `replace_folder`: yields the temporary folder, and renames it if the block ends without an
-    error."""
+    """Context manager: yields a temporary, empty folder, and renames it to `path` if the block ends without an error.
+    Raises StoreError; then `path` is unchanged."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
         with _temporary(path, folder=True) as tmp_path:
@@ -161,7 +154,7 @@ def _lock(fd: int) -> bool:
 
 def _sweep(path: Path) -> None:
     """Remove temporary files of `path` whose writers have died. After a kill between the two renames of
-    `replace_folder`, put the old folder back."""
+    `replacing_folder`, put the old folder back."""
     name_pattern = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:
         with contextlib.suppress(OSError):

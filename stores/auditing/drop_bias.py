@@ -58,10 +58,6 @@ class Contrast:
     p: float
     """Two-sided p-value of Welch's t-test."""
 
-    @property
-    def p_text(self) -> str:
-        return "p < .001" if self.p < 0.001 else f"p = {self.p:.3f}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeStats:
@@ -116,7 +112,7 @@ class DropBias:
         lines = []
         for kind in self.others:
             contrasts = [
-                f"{words(contrast.effect)} ({contrast.p_text})"
+                f"{words(contrast.effect)} (p < .001)"
                 for name, words in PHRASES.items()
                 if (contrast := getattr(kind, name)) is not None
             ]

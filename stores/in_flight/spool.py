@@ -206,17 +206,11 @@ class Spool:
         return sorted(self.folder.glob("part-*.log"))
 
     def _groups(self, entry: spool_entries.Entry) -> set[GroupId]:
+        if isinstance(entry, spool_entries.EpisodeEntry):
+            return {self._group(entry.trajectory)}
         match entry:
             case spool_entries.GroupDrawn():
                 return {entry.group}
-            case (
-                spool_entries.TokensDelivered()
-                | spool_entries.ObservationDelivered()
-                | spool_entries.EpisodeRestarted()
-                | spool_entries.RewardDelivered()
-                | spool_entries.TeacherDelivered()
-            ):
-                return {self._group(entry.trajectory)}
             case spool_entries.TrajectoriesRouted():
                 return {self._group(trajectory) for trajectory, _ in entry.routed}
             case spool_entries.BatchTaken():

@@ -7,7 +7,6 @@ columns are read in the requested range.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -411,11 +410,6 @@ class StoreReader:
             }
         return {c.name: arrays.get(c.array_name, np.full(stop - start, c.fill, c.dtype)) for c in columns}
 
-    def to_dask(self, block_rows: int = 512) -> Any:
-        """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
-        read = functools.partial(_rows_at, str(self.path), self.snapshot)
-        return dataframes.to_dask(num_rows(self._read_root()), block_rows, read)
-
     def to_xarray(self) -> Any:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
         header = self.header
@@ -551,8 +545,3 @@ def array_names(root: Any) -> list[str]:
 def elements_per_file(array: Any) -> int:
     """Number of elements along the first dimension of an array that are stored in one file."""
     return int((array.shards or array.chunks)[0])
-
-
-def _rows_at(path: str, snapshot: str, start: int, stop: int) -> list[EndedTrajectory]:
-    """Rows of a store as it was at a snapshot; a function, so that it can be sent to a worker."""
-    return StoreReader.at(Path(path), snapshot).rows(start, stop)

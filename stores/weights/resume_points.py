@@ -21,7 +21,7 @@ import secrets
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from staleflow.stores.errors import StoreError, raised_as
@@ -104,16 +104,11 @@ class ResumePoints:
             if int(aside.name[2:].partition(".")[0]) > version:
                 remove(aside)
 
-    def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
-        """Call `write` to create the file of `version` or fill its folder, then remove the points that are not kept.
-        Raises StoreError."""
-        with self.writing(version, sharded=sharded) as tmp_path:
-            write(tmp_path)
-
     @contextlib.contextmanager
     def writing(self, version: PolicyVersion, *, sharded: bool = False) -> Iterator[Path]:
-        """Context manager like `write`, for a point that is written in steps: yields a temporary path, which becomes
-        the point when the block ends without an error. Raises StoreError."""
+        """Context manager: yields a temporary path, for the file of `version` or an existing folder to fill. It becomes
+        the point if the block ends without an error, and the points that are not kept are removed. Raises
+        StoreError."""
         path = self.path(version, sharded=sharded)
         # torch.save raises RuntimeError on a full disk.
         replacement = replacing_folder if sharded else replacing

@@ -26,7 +26,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from staleflow.stores.errors import StoreError, raised_as
-from staleflow.stores.files import replace_folder, replacing
+from staleflow.stores.files import replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream
@@ -257,15 +257,11 @@ def save_checkpoint(
         StoreError: The checkpoint cannot be written.
     """
     largest = max(weights.values(), key=lambda tensor: tensor.numel())
-    dtype = str(largest.dtype).removeprefix("torch.")  # buffers may have another
-
-    def write(tmp_path: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(largest.dtype).removeprefix("torch.")  # buffers may have another, and trained ones are float32
+    with replacing_folder(folder, "free space or move runs_dir", failures=(SafetensorError,)) as tmp_path:
         model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=MAX_SHARD_SIZE)
-        config = copy.deepcopy(model.config)
-        config.dtype = dtype  # of the saved weights; the trained ones are float32
         config.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         if write_more is not None:
             write_more(tmp_path)
-
-    replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

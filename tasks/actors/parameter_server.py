@@ -250,9 +250,10 @@ class PublishedWeights:
     drift_limit: float
     """The largest mean difference that an instance may have, nats."""
 
-    def check(self, instance: InstanceId, load_result: LoadResult) -> WeightCheck:
-        """Check whether an instance may serve the weights that it has loaded."""
-        drift = mean_difference(load_result.probe_logprobs, self.probe_logprobs)
+    def check(self, instance: InstanceId, load_result: LoadResult, probe_logprobs: tuple[float, ...]) -> WeightCheck:
+        """Check whether an instance may serve the weights that it has loaded. probe_logprobs: logprobs of
+        probe_tokens[1:] under them, nats."""
+        drift = mean_difference(probe_logprobs, self.probe_logprobs)
         reasons = []
         if load_result.fingerprint != self.fingerprint:
             reasons.append(f"it has read {load_result.fingerprint}, {self.fingerprint} was published")

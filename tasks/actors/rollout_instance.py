@@ -196,10 +196,9 @@ class RolloutInstance:
     def _load(self, published: PublishedWeights, path: str) -> WeightCheck:
         load_result = self._engine.load(published.version, Path(path))
         self._asleep = False
-        if published.probe_tokens:
-            (scores,) = self._engine.score([published.probe_tokens])
-            load_result = dataclasses.replace(load_result, probe_logprobs=scores.logprobs)
-        check = published.check(self._instance, load_result)
+        probe_tokens = published.probe_tokens
+        probe_logprobs = self._engine.score([probe_tokens])[0].logprobs if probe_tokens else ()
+        check = published.check(self._instance, load_result, probe_logprobs)
         if check.refused:
             self._refusal_reason = f"{self._instance} is out of service: {check.refused}"
             self._engine.reset(self._instance)  # it stops sampling

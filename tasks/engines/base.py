@@ -146,17 +146,10 @@ class EngineLoad:
 class LoadResult:
     """The result of loading weights."""
 
-    version: PolicyVersion
     fingerprint: str
     """Fingerprint of the published weights as this process has read them."""
     weights: WeightReport
     """Comparison of the engine's weights with the published ones, part by part, on every worker."""
-    elapsed_s: float
-    """Seconds of the whole load."""
-    stalled_s: float
-    """Seconds that decoding paused."""
-    probe_logprobs: tuple[float, ...] = ()
-    """Logprobs of the probe's tokens; see Engine.score."""
 
 
 class Engine(Protocol):

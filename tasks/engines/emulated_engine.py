@@ -199,24 +199,25 @@ class EmulatedEngine:
             self._outputs = [e for e in self._outputs if e.trajectory not in aborted_trajectories]
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        started_s = self._clock.now()
-        new_weights = weight_folder.read_arrays(weights)
-        weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(new_weights), weights)
-        self._weights = new_weights
+        published = weight_folder.read_arrays(weights)
+        weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(published), weights)
+        self._weights = published
         settings = self._settings
         if settings.num_served_versions:
             self._load_adapter(version)
-            return self._load_result(version, new_weights, started_s, stalled_s=0.0)
-        with self._condition:
-            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep_cache)
-            self._collect_ended()
-            for trajectory, tokens in self._batch.progress(self._batch.clock):
-                self._running[TrajectoryId(trajectory)].version_starts.append((version, tokens))
-            self._contexts.clear()
-            self._version, self._served_versions, self._asleep = version, [version], False
-            self._condition.notify_all()
-        time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._start_s)))
-        return self._load_result(version, new_weights, started_s, stalled_s=self._clock.now() - started_s)
+        else:
+            with self._condition:
+                done_s = self._batch.load(self._begin_call(), settings.pull_s, keep_cache=settings.keep_cache)
+                self._collect_ended()
+                for trajectory, tokens in self._batch.progress(self._batch.clock):
+                    self._running[TrajectoryId(trajectory)].version_starts.append((version, tokens))
+                self._contexts.clear()
+                self._version, self._served_versions, self._asleep = version, [version], False
+                self._condition.notify_all()
+            time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._start_s)))
+        return LoadResult(
+            fingerprint=weight_hash.fingerprint(published), weights=compare_by_name(self._weights, published)
+        )
 
     def sleep(self) -> None:
         with self._condition:
@@ -361,17 +362,6 @@ class EmulatedEngine:
         """Drop the cached context of a trajectory."""
         self._contexts.pop(trajectory, None)
         self._batch.release_cache(trajectory)
-
-    def _load_result(
-        self, version: PolicyVersion, published: dict[str, weight_hash.Array], started_s: float, stalled_s: float
-    ) -> LoadResult:
-        return LoadResult(
-            version=version,
-            fingerprint=weight_hash.fingerprint(published),
-            weights=compare_by_name(self._weights, published),
-            elapsed_s=self._clock.now() - started_s,
-            stalled_s=stalled_s,
-        )
 
     def _plan_response(self, request: Request) -> _RunningRequest:
         """Plan the response to a request according to the workload. A greedy one depends on the prompt only."""

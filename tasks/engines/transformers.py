@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,16 +77,15 @@ class TransformersEngine(EngineThread):
         self._thread.start()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        started_s = time.monotonic()
         published = weight_folder.read(weights)
         if self._adapters is not None:
             layers, tensors = self._adapters.check(published, weights)
             self._call(lambda: self._serve_adapter(version, layers, tensors)).result()
-            return make_load_result(version, tensors, published, started_s, stalled_s=0.0)
-        tensors = dict(self._model.named_parameters())
-        weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
-        stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
-        return make_load_result(version, tensors, published, started_s, stalled_s)
+        else:
+            tensors = dict(self._model.named_parameters())
+            weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
+            self._call(lambda: self._replace_weights(version, tensors, published)).result()
+        return LoadResult(fingerprint=fingerprint(published), weights=compare_by_name(tensors, published))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         passes = split_passes(sequences, self._settings.max_batch_tokens if self._row_model.cache.can_crop else 0)
@@ -220,10 +218,9 @@ class TransformersEngine(EngineThread):
                 self._adapters.drop(old_version)
             self._requests.serve(version)
 
-    def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], published: dict[str, Any]) -> float:
-        """Replace all weights in place. Returns the seconds that decoding was stalled. Raises WeightsRefused, which
-        ends the engine, because its weights are of two versions then."""
-        started_s = time.monotonic()
+    def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], published: dict[str, Any]) -> None:
+        """Replace all weights in place. Raises WeightsRefused, which ends the engine, because its weights are of two
+        versions then."""
         with raised_as(WeightsRefused, f"{self._instance}: version {version} cannot be loaded", Exception):
             for name, parameter in parameters.items():
                 if self._is_asleep or parameter.data_ptr() % ALIGNMENT:
@@ -233,7 +230,6 @@ class TransformersEngine(EngineThread):
         with self._condition:
             self._requests.change_version(version)
             self._scheduler.change_weights(keep=self._settings.keep_cache)
-        return time.monotonic() - started_s
 
     def _score_together(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[TokenScores]:
         """Score sequences in one forward pass, or a single long one in several."""
@@ -276,24 +272,6 @@ class TransformersEngine(EngineThread):
             self._adapters.versions.select(
                 [row.running_request.version if isinstance(row, RequestRow) else self.version for row in rows]
             )
-
-
-def make_load_result(
-    version: PolicyVersion,
-    tensors: Mapping[str, Any],
-    published: Mapping[str, Any],
-    started_s: float,
-    stalled_s: float,
-) -> LoadResult:
-    """Build the result of a load that began at `started_s`, monotonic clock. tensors: the engine's own weights."""
-    report = compare_by_name(tensors, published)
-    return LoadResult(
-        version=version,
-        fingerprint=fingerprint(published),
-        weights=report,
-        elapsed_s=time.monotonic() - started_s,
-        stalled_s=stalled_s,
-    )
 
 
 def resolve_device(name: str) -> str:

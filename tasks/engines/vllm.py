@@ -72,19 +72,12 @@ class VllmEngine(EngineThread):
             raise
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        started_s = time.monotonic()
         if self._adapters is not None:
             return self._serve_adapter(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions, so names and shapes are checked before.
         weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
-        stalled_s: float = self._call(lambda: self._load(version, weights)).result()
-        return LoadResult(
-            version=version,
-            fingerprint=fingerprint(weight_folder.read(weights)),
-            weights=self._compare_weights(weights),
-            elapsed_s=time.monotonic() - started_s,
-            stalled_s=stalled_s,
-        )
+        self._call(lambda: self._load(version, weights)).result()
+        return LoadResult(fingerprint=fingerprint(weight_folder.read(weights)), weights=self._compare_weights(weights))
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         assert temperature == 1.0, "vLLM's logprobs of given tokens are those of the model's own distribution"
@@ -202,8 +195,8 @@ class VllmEngine(EngineThread):
     def _free_device(self) -> None:
         self._engine.sleep(level=2)
 
-    def _load(self, version: PolicyVersion, weights: Path) -> float:
-        engine, started_s = self._engine, time.monotonic()
+    def _load(self, version: PolicyVersion, weights: Path) -> None:
+        engine = self._engine
         with raised_as(WeightsRefused, f"{self._instance}: vLLM cannot load {weights}", Exception):
             if self._is_asleep:
                 engine.wake_up()
@@ -216,11 +209,9 @@ class VllmEngine(EngineThread):
         self._scheduler.change_version(version, keep=self._settings.keep_cache)
         with self._condition:
             self._scheduler_statistics = self._scheduler.statistics()
-        return time.monotonic() - started_s
 
-    def _load_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
-        """Serve an adapter beside the others. Returns the seconds that decoding paused, None if no slot is free yet."""
-        started_s = time.monotonic()
+    def _load_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> bool:
+        """Serve an adapter beside the others. Returns False if no slot is free yet."""
         with self._condition:
             old_versions = self._requests.drop_old(version, self._settings.num_served_versions)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
@@ -228,11 +219,11 @@ class VllmEngine(EngineThread):
                 vllm_adapters.drop(old_version)
             if vllm_adapters.request(version) is None:  # else an earlier call has loaded it
                 if vllm_adapters.is_full:
-                    return None
+                    return False
                 vllm_adapters.add(version, weights)
         with self._condition:
             self._requests.serve(version)
-        return time.monotonic() - started_s
+        return True
 
     def _step(self) -> None:
         from vllm.v1.engine import FinishReason as Reason
@@ -275,20 +266,13 @@ class VllmEngine(EngineThread):
 
     def _serve_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load an adapter as soon as a slot is free: without delay, unless requests still run under old versions."""
-        started_s = time.monotonic()
         layers = adapters.layers(weight_folder.read_shapes(weights), weights)
         adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
-        stalled_s: float | None = None
-        while stalled_s is None:
-            stalled_s = self._call(lambda: self._load_adapter(vllm_adapters, version, weights)).result()
-            if stalled_s is None:
-                time.sleep(SLOT_POLL_S)
+        while not self._call(lambda: self._load_adapter(vllm_adapters, version, weights)).result():
+            time.sleep(SLOT_POLL_S)
         return LoadResult(
-            version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
             weights=self._call(lambda: vllm_adapters.compare_version(version, weights)).result(),
-            elapsed_s=time.monotonic() - started_s,
-            stalled_s=stalled_s,
         )
 
     def _compare_weights(self, weights: Path) -> WeightReport:

@@ -117,11 +117,6 @@ class LogprobModel:
         disabled it."""
         return self._compute(batch, entropy=False)[..., 0]
 
-    def logprobs_and_entropies(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the logprobs of `batch`, and [N, T] entropies of the tokens' distributions, nats."""
-        logprobs, entropy = self._compute(batch, entropy=True).unbind(-1)
-        return logprobs, entropy
-
     def backward(self, batch: MicroBatch, loss: MicroBatchLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
         """Add the gradient of a loss to the model's gradients. Returns the logprobs, [N, T].
 

@@ -50,12 +50,12 @@ class Policy(Protocol):
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Start writing the state that the next step depends on, to a file, or in a group into a folder. Training may
-        continue when this returns, because a copy is written. Only one save runs at a time."""
+        """Copy the state that the next step depends on, so that training may continue. path: a file, or in a group a
+        folder, into which ranks start writing. Only one save runs at a time."""
         ...
 
     def end_save(self) -> None:
-        """Wait until the state is written, and raise the error of writing it. Called on the leading rank only, in
+        """Write the copied state, and raise the error of writing it. Called on the leading rank only, in
         another thread than the other methods."""
         ...
 

@@ -27,17 +27,18 @@ from staleflow.tasks.engines.transformers import forward_logprobs, load_model, r
 from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
-from staleflow.tasks.training import lora, trainer_settings
+from staleflow.tasks.training import lora
 from staleflow.tasks.training.blocks import compile_blocks, enable_recomputation
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row, to_device
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
-from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs, with_finite_logprobs
+from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs
 from staleflow.tasks.training.packed_attention import exclude_from_compilation
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums, mismatch_metrics
+from staleflow.tasks.training.trainer_settings import ExampleRows, PolicyTrainerSettings, fine_tuning_config
 from staleflow.tasks.training.trainer_state import HostMemory, TrainerState, trained_parameters
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: trainer_settings.PolicyTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
+    def __init__(self, settings: PolicyTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
         """Load the model. rank: rank of this process; the call waits for the others."""
         self.settings = settings
         training = settings.training
@@ -108,13 +109,13 @@ class PolicyTrainer:
             self.model, self.optimizer, self._rng, self.rank_group, adapter_only=training.lora.rank > 0
         )
         self._has_warned_unmeasured = False
-        self._examples: trainer_settings.ExampleRows | None = None
+        self._examples: ExampleRows | None = None
         self._host_memory = HostMemory(self.device)
         self.sleep()
 
     def wake(self) -> None:
         if self._moves_to_host:
-            self._move(lambda name, tensor: self._host_memory.copy_to_device(tensor))
+            self._move(lambda name, tensor: tensor.to(self.device, copy=True))
 
     def sleep(self) -> None:
         if not self.settings.shares_device:
@@ -159,6 +160,8 @@ class PolicyTrainer:
         # Each step has the next examples after those of the steps before the first training step.
         examples = self._draw_examples(sft.steps + step) if sft.weight else ()
         all_rows, examples = self.rank_group.broadcast((rows, examples))
+        if not all(np.isfinite(row.behaviour[row.sampled]).all() for row in all_rows):
+            raise StoreError(f"step {step}: a sampled token has no finite logprob; `staleflow store audit` names it")
         if compares_pairs:
             all_rows = select_pairs(all_rows)
         sequences = BranchSequences.of(all_rows)
@@ -219,7 +222,6 @@ class PolicyTrainer:
             "loss": (sums.loss + sum(losses)) / max(1, len(grad_norms)),
             "grad_norm": float(np.mean(grad_norms or [0.0])),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(grad_norms))),
-            "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
             **metrics,
             "learning_rate": learning_rate,
             **mismatch,
@@ -259,7 +261,7 @@ class PolicyTrainer:
         """Train with the settings of supervised fine-tuning in the block, at temperature 1: nothing has sampled its
         examples."""
         settings, objective, logprob_model = self.settings, self.objective, self.logprob_model
-        training = trainer_settings.fine_tuning_config(settings.training)
+        training = fine_tuning_config(settings.training)
         self.settings, self.objective = replace(settings, training=training), Objective.of(training)
         self.logprob_model = logprob_model.at_temperature(1.0)
         try:
@@ -310,11 +312,6 @@ class PolicyTrainer:
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in names}
         weight_folder.save_checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
-    def save_state(self, path: Path) -> None:
-        """Write the state that the next step depends on: trained weights, optimizer, random state."""
-        self.begin_save(path)
-        self.end_save()
-
     def begin_save(self, path: Path) -> None:
         self._state.begin_save(path)
 
@@ -322,7 +319,7 @@ class PolicyTrainer:
         self._state.end_save()
 
     def load_state(self, path: Path) -> None:
-        """Restore a state that `save_state` wrote, with a group of this or any other size. Raises StoreError."""
+        """Restore a state that was saved, with a group of this or any other size. Raises StoreError."""
         self._state.load(path)
 
     def close(self) -> None:
@@ -484,11 +481,10 @@ class PolicyTrainer:
         )
 
     def _loss_tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
-        """Build a loss's view of a micro-batch, with zeros at padding, tokens of environments and tokens without a
-        finite stored logprob."""
+        """Build a loss's view of a micro-batch, with zeros at padding and tokens of environments."""
         padding = to_device(batch.mask == 0, self.device)
         behaviour = to_device(batch.behaviour, self.device)
-        tokens = Tokens(
+        return Tokens(
             logprobs=logprobs.masked_fill(padding, 0),
             proximal=(behaviour if proximal is None else proximal).masked_fill(padding, 0),
             behaviour=behaviour.masked_fill(padding, 0),
@@ -496,7 +492,6 @@ class PolicyTrainer:
             sampled=~padding,
             lags=to_device(batch.lags, self.device),
         )
-        return with_finite_logprobs(tokens)
 
     def _load_model(self) -> Any:
         """Load the model to train. A sharded model keeps the type of its file, and each rank converts its shards to

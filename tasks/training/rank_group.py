@@ -19,8 +19,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from staleflow.tasks.training.async_save import run_in_background
 from staleflow.tasks.training.blocks import blocks
 from staleflow.tasks.training.rank import COLLECTIVE_TIMEOUT_S, SINGLE_RANK, Rank
 
@@ -164,10 +162,10 @@ class RankGroup:
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def begin_save(self, state: dict[str, Any], folder: Path) -> Future[None]:
-        """Copy a sharded state, and start writing the copy; each rank writes its own shards. The save completes on the
-        leading rank once all ranks have finished. Errors are RuntimeErrors. folder: an existing folder that all ranks
-        see."""
+    def begin_save(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
+        """Copy a sharded state, and start writing the copy; each rank writes its own shards. Returns a function that
+        waits for it, on the leading rank until all ranks have finished. Errors are RuntimeErrors. folder: an existing
+        folder that all ranks see."""
         with _checkpoint_errors():
             save = dcp.async_save(state, checkpoint_id=folder, process_group=self._save_process_group)
 
@@ -177,7 +175,7 @@ class RankGroup:
             if self.rank.leads:
                 _require_files_of_all_ranks(folder)
 
-        return run_in_background(finish)
+        return finish
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
         """Overwrite a state with one that a group of any size has saved; each rank reads its own shards. Raises

@@ -9,9 +9,11 @@ memory for a GPU; for a CPU a memory-mapped file without a name, so that the pro
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import tempfile
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from torch.utils import serialization
 from torch.utils._pytree import tree_map_only
 
 from staleflow.stores.weights import resume_points
-from staleflow.tasks.training.async_save import copy_to_cpu, run_in_background
 from staleflow.tasks.training.rank_group import RankGroup
 
 
@@ -45,29 +46,30 @@ class TrainerState:
     ) -> None:
         self._model, self._optimizer, self._rng, self._rank_group = model, optimizer, rng, rank_group
         self._adapter_only = adapter_only
-        self._pending_save: Future[None] | None = None
+        self._finish_save: Callable[[], None] | None = None
 
     def begin_save(self, path: Path) -> None:
-        """Copy the state to host memory, 12 bytes per parameter of this rank, and start writing the copy. In a group
-        each rank writes its shards into an existing folder."""
-        if self._pending_save is not None:  # on a rank other than 0: `end_save` is called on rank 0 only
-            wait({self._pending_save})
+        """Copy the state to host memory, 12 bytes per parameter of this rank. In a group each rank starts writing its
+        shards into an existing folder."""
         if self._rank_group.rank.count > 1:
-            self._pending_save = self._rank_group.begin_save(self._tensors_in_use(), path)
+            with contextlib.suppress(RuntimeError):  # on a rank other than 0: `end_save` is called on rank 0 only
+                self.end_save()
+            self._finish_save = self._rank_group.begin_save(self._tensors_in_use(), path)
             return
         state = {
             "model": self._saved_tensors(),
             "optimizer": self._optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        state = copy_to_cpu(tree_map_only(torch.Tensor, self._rank_group.full_tensor, state))
-        self._pending_save = run_in_background(lambda: _write_state(state, path))
+        state = _copy_to_cpu(tree_map_only(torch.Tensor, self._rank_group.full_tensor, state))
+        self._finish_save = functools.partial(_write_state, state, path)
 
     def end_save(self) -> None:
-        """Wait until the state is written, and raise the error of writing it. Does nothing if no save was started."""
-        pending_save, self._pending_save = self._pending_save, None
-        if pending_save is not None:
-            pending_save.result()
+        """Write the copied state; in a group, wait until all ranks have written theirs. Raises the error of writing it.
+        Does nothing if no save was started."""
+        finish_save, self._finish_save = self._finish_save, None
+        if finish_save is not None:
+            finish_save()
 
     def load(self, path: Path) -> None:
         """Restore a saved state. Raises StoreError."""
@@ -114,6 +116,26 @@ class TrainerState:
         }
 
 
+def _copy_to_cpu(state: Any) -> Any:
+    """Copy nested dicts and lists, and the tensors in them, to CPU memory. A tensor that occurs several times, such as
+    tied weights, is copied once."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copy(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [copy(item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage_key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if storage_key not in copies:
+            copies[storage_key] = value.detach().to("cpu", copy=True)
+        return copies[storage_key]
+
+    return copy(state)
+
+
 def _write_state(state: dict[str, Any], path: Path) -> None:
     """Save a state with torch, without checksums: computing them takes three quarters of the time, and torch does not
     check them in a file that is loaded by mmap."""
@@ -135,10 +157,6 @@ class HostMemory:
         if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
             copy = self._copies[name] = self._empty(tensor)
         return copy.copy_(tensor)
-
-    def copy_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor on the device."""
-        return tensor.to(self._device, copy=True)
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         if self._device == "cuda":

@@ -18,10 +18,11 @@ from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model, resolve_device
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.packed_attention import LocalMask, PackedRowLengths, _attention
+from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer, use_fused_adamw
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from staleflow.tasks.training.tiny_model import make_tokenizer
-from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def trainer(model: Path, device: str, dtype: str = "float32", **knobs: Any) -> PolicyTrainer:
-    settings = PolicyTrainerSettings(
+    settings = TrainerSettings(
         model=str(model), dtype=dtype, device=device, training=TrainingConfig(learning_rate=1e-3, **knobs), num_steps=9,
         temperature=1.0, max_length=128, seed=0,
     )  # fmt: skip
@@ -189,7 +190,8 @@ def test_a_resumed_trainer_repeats_the_next_step(model: Path, tmp_path: Path, de
     """Including the optimizer state, which fused AdamW keeps on the device."""
     first = trainer(model, device)
     first.step(0, rows())
-    first.save_state(tmp_path / "state.pt")
+    first.begin_save(tmp_path / "state.pt")
+    first.end_save()
     resumed = trainer(model, device)
     resumed.load_state(tmp_path / "state.pt")
     assert resumed.step(1, rows())["grad_norm"] == pytest.approx(first.step(1, rows())["grad_norm"], rel=1e-4)

@@ -168,8 +168,8 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path, mon
 
     def remove_while_one_is_written(points: ResumePoints, version: PolicyVersion) -> None:
         remove_after(points, version)
-        with contextlib.suppress(StoreError):
-            previous_trainer.write(PolicyVersion(3), Path.touch)
+        with contextlib.suppress(StoreError), previous_trainer.writing(PolicyVersion(3)) as part:
+            part.touch()
 
     with monkeypatch.context() as patch:
         patch.setattr(ResumePoints, "remove_after", remove_while_one_is_written)
@@ -241,13 +241,16 @@ def test_a_schedule_keeps_its_length_when_steps_are_added(kind: str, job: Path) 
 
 
 def test_a_failed_resume_point_gives_an_error_with_a_remedy(tmp_path: Path) -> None:
-    def full(path: Path) -> None:
-        path.write_text("half")
-        raise OSError("No space left on device")
-
     points = ResumePoints(tmp_path / "resume")
-    points.write(PolicyVersion(1), Path.touch)
+    with points.writing(PolicyVersion(1)) as part:
+        part.touch()
+
+    def write_half() -> None:
+        with points.writing(PolicyVersion(2)) as part:
+            part.write_text("half")
+            raise OSError("No space left on device")
+
     with pytest.raises(StoreError, match="cannot be written: No space left"):
-        points.write(PolicyVersion(2), full)
+        write_half()
     assert points.versions() == [1]
     assert [p.name for p in (tmp_path / "resume").iterdir()] == ["v00000001.pt"]

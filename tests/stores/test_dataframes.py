@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,25 @@ import pytest
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.columns import display_columns
+from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory
 from tests.stores.test_stores import valid_store
+
+
+def stored_rows(path: str, snapshot: str, start: int, stop: int) -> list[EndedTrajectory]:
+    """Rows of a store at a snapshot; a function that can be sent to a worker."""
+    return StoreReader.at(Path(path), snapshot).rows(start, stop)
+
+
+def frame_of(store: StoreReader, block_rows: int = 512) -> Any:
+    read = functools.partial(stored_rows, str(store.path), store.snapshot)
+    return dataframes.to_dask(store.summary().num_rows, block_rows, read)
 
 
 def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
-    frame = store.to_dask(block_rows=5)
+    frame = frame_of(store, block_rows=5)
     assert frame.npartitions == 4
     read = frame.compute(scheduler="sync")
     for row, (_, got) in zip(store.ended(), read.iterrows(), strict=True):
@@ -81,9 +95,9 @@ def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
 
 def test_an_empty_store_is_an_empty_frame_and_at_step_limits_the_rows(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
-    assert len(VersionedStore.open(store.path, at_step=1).to_dask().compute(scheduler="sync")) == 8
+    assert len(frame_of(VersionedStore.open(store.path, at_step=1)).compute(scheduler="sync")) == 8
     empty = VersionedStore.create(tmp_path / "empty", store.header)
-    assert len(empty.to_dask().compute(scheduler="sync")) == 0
+    assert len(frame_of(empty).compute(scheduler="sync")) == 0
 
 
 def test_without_xarray_the_error_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def drop_kind(name: str, trajectories: int, **contrasts: Any) -> OutcomeStats:
 
 
 def test_a_line_states_each_difference_and_its_direction() -> None:
-    little, sure = Contrast(effect=0.25, p=0.0009), Contrast(effect=-1.5, p=0.001)
+    little, sure = Contrast(effect=0.25, p=0.0009), Contrast(effect=-1.5, p=1e-9)
     lines = DropBias(
         consumed=drop_kind("consumed", 40),
         others=(
@@ -215,9 +215,9 @@ def test_a_line_states_each_difference_and_its_direction() -> None:
     cut = "trained on though truncated at rollout.max_new_tokens: "
     assert lines == [
         "not trained on: higher responses (10 of 50) were 0.25 higher in reward (p < .001)",
-        "not trained on: lower responses (10 of 50) were 1.5 lower in reward (p = 0.001), "
+        "not trained on: lower responses (10 of 50) were 1.5 lower in reward (p < .001), "
         "to prompts 0.25 times as long (p < .001)",
-        cut + "3 of 40 responses (8%), 0.25 times as long (p < .001), of -1.5 times as many turns (p = 0.001)",
+        cut + "3 of 40 responses (8%), 0.25 times as long (p < .001), of -1.5 times as many turns (p < .001)",
         cut + "4 of 40 responses (10%)",
     ]
 

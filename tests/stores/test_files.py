@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from staleflow.stores.errors import StoreError, strerror
-from staleflow.stores.files import flush_and_rename, replace_folder, replace_text, replacing
+from staleflow.stores.files import flush_and_rename, replace_text, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_folder import Piece, WeightFolder
 
@@ -29,6 +29,12 @@ REMEDY = "free space"
 def replace_file(path: Path, write: Callable[[Path], object], remedy: str, **options: Any) -> None:
     """Replace a file with what `write` writes to a temporary path."""
     with replacing(path, remedy, **options) as tmp_path:
+        write(tmp_path)
+
+
+def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, **options: Any) -> None:
+    """Replace a folder with what `write` writes into a temporary one."""
+    with replacing_folder(path, remedy, **options) as tmp_path:
         write(tmp_path)
 
 
@@ -233,8 +239,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from typing import Any
-from staleflow.stores.files import replace_folder
-from tests.stores.test_files import replace_file
+from tests.stores.test_files import replace_file, replace_folder
 
 def write(part):
     (part / "half" if part.is_dir() else part).write_text("half")
@@ -264,7 +269,7 @@ KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
 from typing import Any
-from staleflow.stores.files import replace_folder
+from tests.stores.test_files import replace_folder
 
 at, renames = int(sys.argv[1]), []
 

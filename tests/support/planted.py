@@ -76,7 +76,7 @@ def pull_without_load() -> None:
             self._version, self._served_versions = version, [version]
         fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
         claimed = WeightReport(verified=1)
-        return LoadResult(version=version, fingerprint=fingerprint, weights=claimed, elapsed_s=0.0, stalled_s=0.0)
+        return LoadResult(fingerprint=fingerprint, weights=claimed)
 
     _put(EmulatedEngine, "load", planted)
 

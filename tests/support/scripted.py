@@ -300,13 +300,10 @@ class VirtualEngine:
             held.marks.append((version, self._tokens(held)))
         wrong = self._world.loads_wrong(self._instance, version)
         return LoadResult(
-            version=version,
             fingerprint=self._world.fingerprint(version),
             weights=WeightReport(not_verified={self._world.not_compared: 2})
             if self._world.not_compared
             else WeightReport(verified=2 - wrong, contradicted=int(wrong), names=("norm.weight",) * wrong),
-            elapsed_s=0.0,
-            stalled_s=0.0,
         )
 
     async def sleep(self) -> None:
@@ -571,7 +568,8 @@ class PlayedTrainer:
     async def _write_point(self, version: PolicyVersion) -> None:
         """Write a complete resume point after a scripted time."""
         await asyncio.sleep(self._world.point_s)
-        self._resume_points.write(version, lambda part: zipfile.ZipFile(part, "w").close())
+        with self._resume_points.writing(version) as part:
+            zipfile.ZipFile(part, "w").close()
 
     def _chance(self) -> str:
         again = sum(step == self._version - 1 for step, _ in self._world.trained) > 1

@@ -28,10 +28,12 @@ async def test_a_commit_marks_groups_as_stored_and_rotates_the_spool(tmp_path: P
     spool, points = AsyncSpool(NotedSpool(tmp_path, group_size=4)), ResumePoints(tmp_path / "resume", 2)
     await spool.forget_committed(0, [], points, 0)
     await spool.forget_committed(0, [], points, None)
-    points.write(PolicyVersion(2), Path.touch)
+    with points.writing(PolicyVersion(2)) as part:
+        part.touch()
     await spool.forget_committed(1, [GroupId(3)], points, 0)
     for version in (3, 4, 5):
-        points.write(PolicyVersion(version), Path.touch)
+        with points.writing(PolicyVersion(version)) as part:
+            part.touch()
     await spool.forget_committed(2, [], points, 0)
     spool.close()
     assert points.versions() == [2, 3, 4, 5]

@@ -21,8 +21,9 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine
 from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
-from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
 from tests.tasks.engine_conformance import request, sample_until
 
@@ -87,7 +88,7 @@ def a_row() -> Row:
 
 def build_actors(model: Path, *, turns: bool) -> PolicyTrainer:
     return PolicyTrainer(
-        PolicyTrainerSettings(
+        TrainerSettings(
             model=str(model), dtype="float32", device="cpu", training=TrainingConfig(learning_rate=1e-3), num_steps=9,
             temperature=1.0, max_length=128, seed=0, shares_device=turns,
         )

@@ -85,9 +85,9 @@ class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests)
         assert isinstance(engine, TransformersEngine)
         replace = engine._replace_weights
 
-        def asked(*args: Any) -> float:
+        def asked(*args: Any) -> None:
             call_in_thread(ask)
-            return replace(*args)
+            replace(*args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "_replace_weights", asked)

@@ -77,9 +77,9 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         assert isinstance(engine, VllmEngine)
         load = engine._load
 
-        def asked(*args: Any) -> float:
+        def asked(*args: Any) -> None:
             call_in_thread(ask)
-            return load(*args)
+            load(*args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "_load", asked)

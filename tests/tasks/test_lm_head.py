@@ -73,7 +73,7 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.lm_head.can_replace_logits
-    for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
+    for found, wanted in zip(outcome(model, *under._compute(batch, entropy=True).unbind(-1)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(under.logprobs(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
 
@@ -194,7 +194,7 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
     expected = outcome(model, *plain_logprobs(model, batch))
     under = logprob_model(model)
     assert not under.lm_head.can_replace_logits
-    for found, wanted in zip(outcome(model, *under.logprobs_and_entropies(batch)), expected, strict=True):
+    for found, wanted in zip(outcome(model, *under._compute(batch, entropy=True).unbind(-1)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -225,7 +225,7 @@ def test_recomputed_blocks_have_equal_gradients_and_use_less_memory(tiny_model: 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            under = logprob_model(model).logprobs_and_entropies(batch)
+            under = logprob_model(model)._compute(batch, entropy=True).unbind(-1)
         kept[again] = sum(sizes)
         results[again] = outcome(model, *under)
     for first, second in zip(results[False], results[True], strict=True):

@@ -121,7 +121,9 @@ def test_two_ranks_train_an_adapter_as_one_rank(tiny_model: Path, tmp_path: Path
 
 def test_resume_point_of_a_full_model_is_rejected_for_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
-    PolicyTrainer(job.settings).save_state(tmp_path / "whole.pt")
+    whole = PolicyTrainer(job.settings)
+    whole.begin_save(tmp_path / "whole.pt")
+    whole.end_save()
     with pytest.raises(StoreError, match=r"whole.pt: no resume point of this job: .*tensors differ"):
         PolicyTrainer(with_adapter(job).settings).load_state(tmp_path / "whole.pt")
 

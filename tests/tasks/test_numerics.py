@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from staleflow.stores.errors import StoreError
 from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
-from staleflow.tasks.training import trainer_state
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo
 from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
@@ -172,35 +170,12 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
     assert (only["loss"], only["grad_norm"]) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", LOSSES.names)
-def test_tokens_with_a_non_finite_stored_logprob_are_dropped_and_counted(tiny_model: Any, name: str) -> None:
-    """Such a token trains like an env token, for every loss."""
-    data = groups(rows(6), 2)
-    knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
-    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
-    sampled[1], behaviour[1] = False, 0.0
-    other_trainer = trainer(tiny_model, **knobs)
-    expected = other_trainer.step(0, [data[0], replace(data[1], sampled=sampled, behaviour=behaviour), *data[2:]])
-    assert expected.pop("tokens_dropped") == 0
-    for value in (-math.inf, math.inf, math.nan):
-        behaviour = data[1].behaviour.copy()
-        behaviour[1] = value
-        policy_trainer = trainer(tiny_model, **knobs)
-        result = policy_trainer.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
-        assert result.pop("tokens_dropped") == 1
-        assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        for a, b in zip(policy_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
-
-
-def test_dropped_tokens_count_in_the_token_mean(tiny_model: Any) -> None:
-    data = rows(3)
-    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
-    sampled[1], behaviour[1] = False, math.nan
-    dropped = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour), data[2]])
-    given = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour, sampled=sampled), data[2]])
-    count = sum(row.num_sampled for row in data)
-    assert dropped["loss"] == pytest.approx(given["loss"] * (count - 1) / count, rel=1e-5)
+def test_a_step_refuses_sampled_tokens_without_a_finite_logprob(tiny_model: Any) -> None:
+    (row,) = rows(1)
+    behaviour = row.behaviour.copy()
+    for behaviour[1] in (-math.inf, math.inf, math.nan):
+        with pytest.raises(StoreError, match="step 3: a sampled token has no finite logprob"):
+            trainer(tiny_model).step(3, [replace(row, behaviour=behaviour)])
 
 
 def test_a_row_has_a_prompt() -> None:
@@ -245,7 +220,8 @@ def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model:
     data = rows(8)
     policy_trainer = trainer(tiny_model, minibatches=3)
     policy_trainer.step(0, data)
-    policy_trainer.save_state(tmp_path / "state")
+    policy_trainer.begin_save(tmp_path / "state")
+    policy_trainer.end_save()
     expected = policy_trainer.step(1, data)
     other_trainer = trainer(tiny_model, minibatches=3, seed=5)
     other_trainer.load_state(tmp_path / "state")
@@ -259,7 +235,8 @@ def test_a_trainer_resumed_from_a_resume_point_repeats_the_next_step(tiny_model:
 
 def test_a_resume_point_from_before_the_first_step_also_resets_the_moments(tiny_model: Any, tmp_path: Path) -> None:
     policy_trainer, results = trainer(tiny_model), []
-    policy_trainer.save_state(tmp_path / "state")
+    policy_trainer.begin_save(tmp_path / "state")
+    policy_trainer.end_save()
     for _ in range(2):
         policy_trainer.load_state(tmp_path / "state")
         policy_trainer.step(0, rows(8))
@@ -268,24 +245,14 @@ def test_a_resume_point_from_before_the_first_step_also_resets_the_moments(tiny_
         assert torch.equal(first, second)
 
 
-def test_a_resume_point_written_late_has_the_state_of_its_step(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer thread may be late: it writes a copy that later steps do not change."""
-    late: list[Callable[[], object]] = []
-
-    def queued(work: Callable[[], object]) -> Future[None]:
-        late.append(work)
-        return Future()
-
-    monkeypatch.setattr(trainer_state, "run_in_background", queued)
+def test_a_resume_point_written_late_has_the_state_of_its_step(tiny_model: Any, tmp_path: Path) -> None:
+    """A copy is written, which later steps do not change."""
     data = rows(8)
     model_trainer = trainer(tiny_model, minibatches=3)
     model_trainer.step(0, data)
     model_trainer.begin_save(tmp_path / "state")
     expected = model_trainer.step(1, data)
-    (write,) = late
-    write()
+    model_trainer.end_save()
     other_trainer = trainer(tiny_model, minibatches=3, seed=5)
     other_trainer.load_state(tmp_path / "state")
     assert other_trainer.step(1, data) == expected

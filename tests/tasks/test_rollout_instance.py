@@ -660,8 +660,7 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
 
         def load(self, version: PolicyVersion, path: Path) -> LoadResult:
             loading.wait()
-            weights = WeightReport(verified=1)
-            return LoadResult(version=version, fingerprint="f", weights=weights, elapsed_s=0.0, stalled_s=0.0)
+            return LoadResult(fingerprint="f", weights=WeightReport(verified=1))
 
         def events(self, timeout_s: float) -> list[SampledTokens]:
             sampling.wait()

@@ -238,7 +238,8 @@ def test_mixed_steps_draw_the_examples_after_those_before_rl_also_after_a_resume
     for step in range(2):
         first.fine_tune(step)
     first.step(0, rows(5))
-    first.save_state(tmp_path / "point")
+    first.begin_save(tmp_path / "point")
+    first.end_save()
     first.step(1, rows(6))
     assert first.settings.examples.steps == [0, 1, 2, 3]
     second = mixed_trainer(tiny_model, steps=2)

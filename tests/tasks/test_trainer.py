@@ -325,7 +325,8 @@ def test_points_of_every_nth_version_are_kept_beside_the_latest(
 ) -> None:
     points = ResumePoints(tmp_path / "resume", keep_every)
     for version in range(1, 8):
-        points.write(PolicyVersion(version), Path.touch)
+        with points.writing(PolicyVersion(version)) as part:
+            part.touch()
     assert points.versions() == expected
     assert points.latest() == [5, 6, 7]
 
@@ -336,7 +337,8 @@ def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypat
     stopped.claim()
     with stopped._locked():
         following.claim()
-        following.write(PolicyVersion(1), Path.touch)
+        with following.writing(PolicyVersion(1)) as part:
+            part.touch()
     assert following.versions() == [1]
 
 
@@ -366,12 +368,9 @@ def test_a_point_that_is_flushed_while_another_trainer_claims_the_points_is_not_
 def test_a_point_replaces_one_of_another_number_of_ranks(tmp_path: Path) -> None:
     """Otherwise a run would resume from the older of the two."""
     points, version = ResumePoints(tmp_path / "resume"), PolicyVersion(1)
-
-    def write(part: Path) -> None:
-        (part / resume_points.SHARD_METADATA if part.is_dir() else part).write_text("state")
-
     for sharded in (True, False, True):
-        points.write(version, write, sharded=sharded)
+        with points.writing(version, sharded=sharded) as part:
+            (part / resume_points.SHARD_METADATA if sharded else part).write_text("state")
         assert points.path(version) == points.path(version, sharded=sharded)
         assert not points.path(version, sharded=not sharded).exists()
 
@@ -379,15 +378,9 @@ def test_a_point_replaces_one_of_another_number_of_ranks(tmp_path: Path) -> None
 def test_files_moved_aside_by_a_killed_writer_are_removed_with_their_version(tmp_path: Path) -> None:
     """Otherwise the next writer of that version would restore them."""
     points = ResumePoints(tmp_path / "resume")
-
-    def shards(text: str) -> Callable[[Path], None]:
-        def write(part: Path) -> None:
-            (part / resume_points.SHARD_METADATA).write_text(text)
-
-        return write
-
     for version in (1, 2):
-        points.write(PolicyVersion(version), shards("old"), sharded=True)
+        with points.writing(PolicyVersion(version), sharded=True) as part:
+            (part / resume_points.SHARD_METADATA).write_text("old")
     for version in (1, 2):
         path = points.path(PolicyVersion(version))
         path.rename(path.with_name(f".{path.name}.{version:016x}.old"))  # and is killed before the second rename
@@ -418,15 +411,12 @@ async def test_an_error_at_the_start_of_a_resume_point_raises_too(tmp_path: Path
 )
 def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, message: str) -> None:
     """On a full disk of 26 MiB one rank gets ENOSPC and another only a length mismatch."""
-
-    def write(part: Path) -> None:
-        raise RuntimeError(message)
-
     text = (
         r"resume/v00000001.shards: cannot be written: a write was cut short, as on a full disk \([\d.]+ MiB are free\)"
     )
-    with pytest.raises(StoreError, match=text):
-        ResumePoints(tmp_path / "resume").write(PolicyVersion(1), write, sharded=True)
+    points = ResumePoints(tmp_path / "resume")
+    with pytest.raises(StoreError, match=text), points.writing(PolicyVersion(1), sharded=True):
+        raise RuntimeError(message)
     assert list((tmp_path / "resume").iterdir()) == []
 
 
