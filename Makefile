@@ -129,7 +129,7 @@ models: install-test  ## try each family of models with every part of the system
 
 generated: install-test  ## the files that are made from the code
 	$(BIN)/staleflow config schema > docs/job.schema.json
-	$(BIN)/python -m staleflow.stores.metrics > docs/metrics.md
+	$(BIN)/python -m docs.metrics_page > docs/metrics.md
 	$(BIN)/python -m docs.architecture > docs/architecture.svg
 
 $(DOCS_STAMP): $(TEST_STAMP)

@@ -156,16 +156,6 @@ def span_seconds(span: Span) -> float:
     return round(span.seconds, 6) if isinstance(span, EnvSpan) else 0.0
 
 
-def reference() -> str:
-    """Generate the list of columns in docs/store.md."""
-    lines = []
-    for column in COLUMNS:
-        kind = "word" if column.members else "" if column.dtype == "int64" else column.dtype
-        properties = ", ".join(filter(None, (kind, column.unit)))
-        lines.append(f"- `{column.name}`{properties and f' ({properties})'}: {column.meaning}")
-    return "\n".join(lines)
-
-
 def has_reward(columns: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
     """[R] whether trajectories have a reward, by their columns. One that failed is none if the trajectory was trained;
     of a dropped one the columns do not tell, and it counts as 0."""

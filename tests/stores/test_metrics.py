@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from docs import metrics_page
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import summary
 from staleflow.pipeline.jobs.summary import summarize
@@ -82,7 +83,7 @@ def test_summary_and_simulation_report_the_same_metrics(tmp_path: Path) -> None:
 
 def test_the_metrics_page_in_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == metrics.page(), "run `make generated`"
+    assert page.read_text() == metrics_page.page(), "run `make generated`"
 
 
 def test_metric_names_are_unique_and_charts_have_one_unit() -> None:
