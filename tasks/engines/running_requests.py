@@ -93,7 +93,7 @@ class RunningRequests:
         self._running: dict[str, RunningRequest] = {}
         self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
         self._num_added = 0
-        self._tokens_sampled = 0
+        self._tokens_sampled = self._drafts = self._drafted_tokens = self._accepted_tokens = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -105,7 +105,7 @@ class RunningRequests:
         self._served_versions = [self.version]
         self._running.clear()
         self._by_trajectory.clear()
-        self._tokens_sampled = 0
+        self._tokens_sampled = self._drafts = self._drafted_tokens = self._accepted_tokens = 0
         self._busy_s, self._busy_since = 0.0, None
 
     def __len__(self) -> int:
@@ -164,11 +164,20 @@ class RunningRequests:
             self._busy_s += time.monotonic() - self._busy_since
             self._busy_since = None
 
-    def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add tokens that a request has sampled under its current version."""
+    def extend(
+        self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float], num_drafted: int
+    ) -> None:
+        """Add tokens that a request has sampled in a step under its current version: the accepted ones of `num_drafted`
+        draft tokens and one more."""
         running.tokens += tokens
         running.logprobs += logprobs
         self._tokens_sampled += len(tokens)
+        if num_drafted:
+            running.drafted_tokens += num_drafted
+            running.accepted_tokens += len(tokens) - 1
+            self._drafts += 1
+            self._drafted_tokens += num_drafted
+            self._accepted_tokens += len(tokens) - 1
 
     def close_segment(self, running: RunningRequest) -> None:
         """Close a request's current segment: its version changes, or it leaves."""
@@ -200,6 +209,9 @@ class RunningRequests:
             progress=tuple((r.request.trajectory, r.request.num_prior + r.num_sampled) for r in running),
             waiting=waiting,
             preemptions=preemptions,
+            drafts=self._drafts,
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def _current_segment(self, running: RunningRequest) -> ListSegment:

@@ -42,15 +42,6 @@ ALIGNMENT = 64
 and matrix products may round differently there: an engine that has slept would differ from others in the last bits."""
 
 
-@dataclasses.dataclass(slots=True)
-class DraftCounts:
-    """Draft counts since the engine's start, see EngineLoad."""
-
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
     """Build the engine of an instance. Sets the number of PyTorch's threads in this process."""
     torch.set_num_threads(threads)
@@ -73,7 +64,6 @@ class TransformersEngine(EngineThread):
         self._row_model = RowModel(self._model, settings.page_tokens, self._select_versions)
         self._drafter = self._make_drafter()
         self._scheduler = RowScheduler(settings, self._row_model.cache, self._drafter)
-        self._draft_counts = DraftCounts()
         self._thread.start()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
@@ -132,13 +122,7 @@ class TransformersEngine(EngineThread):
         row.draft = []
         row.tokens += new_ids
         row.length += len(new_ids) - 1
-        self._requests.extend(running, new_ids, logprobs[: len(new_ids)])
-        if draft:
-            self._draft_counts.drafts += 1
-            self._draft_counts.drafted_tokens += len(draft)
-            self._draft_counts.accepted_tokens += len(new_ids) - 1
-            running.drafted_tokens += len(draft)
-            running.accepted_tokens += len(new_ids) - 1
+        self._requests.extend(running, new_ids, logprobs[: len(new_ids)], len(draft))
         if self._drafter is not None:
             self._drafter.extend(running.key, new_ids)
 
@@ -185,7 +169,6 @@ class TransformersEngine(EngineThread):
 
     def _forget_all(self) -> None:
         self._scheduler.clear()
-        self._draft_counts = DraftCounts()
         if self._drafter is not None:
             self._drafter.reset()
         if self._adapters is not None:
@@ -204,9 +187,6 @@ class TransformersEngine(EngineThread):
             kept_tokens=self._scheduler.kept_tokens,
             prefilled_tokens=self._scheduler.prefilled_tokens,
             cached_tokens=self._scheduler.cached_tokens,
-            drafts=self._draft_counts.drafts,
-            drafted_tokens=self._draft_counts.drafted_tokens,
-            accepted_tokens=self._draft_counts.accepted_tokens,
         )
 
     def _serve_adapter(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -257,10 +257,9 @@ class VllmEngine(EngineThread):
         tokens = output.new_token_ids
         count = len(tokens) if running.stop_check is None else running.stop_check.add(tokens)
         # The sampled token's logprob comes first in each row.
-        self._requests.extend(running, tokens[:count], output.new_logprobs.logprobs[:count, 0].tolist())
-        if num_drafted := self._speculation.num_drafted_by_request.get(output.request_id, 0):
-            running.drafted_tokens += num_drafted
-            running.accepted_tokens += count - 1
+        logprobs = output.new_logprobs.logprobs[:count, 0].tolist()
+        num_drafted = self._speculation.num_drafted_by_request.get(output.request_id, 0)
+        self._requests.extend(running, tokens[:count], logprobs, num_drafted)
 
     # -- the other threads ---------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Speculation in vLLM: engine arguments, our own drafts through vLLM's proposer interface, the verifier, and counts.
+"""Speculation in vLLM: engine arguments, our own drafts through vLLM's proposer interface, and the verifier.
 
 Drafts are verified by vLLM's ordinary sampler. It samples one token at each draft position. Tokens are kept up to and
 including the first that differs from the draft; transformers.py explains why that is rejection sampling. vLLM's
 rejection sampler is not used: its CPU build 0.32 divides logits by uninitialized memory instead of the temperature.
 
-Only the thread that calls LLMEngine.step uses this module; other threads may read the counts.
+Only the thread that calls LLMEngine.step uses this module.
 """
 
 from __future__ import annotations
@@ -144,12 +144,9 @@ class SampledVerifier:
 
 
 class VllmSpeculation:
-    """Speculation of an LLMEngine in this process, and its counts. drafter: set only for source "responses"."""
+    """Speculation of an LLMEngine in this process. drafter: set only for source "responses"."""
 
     def __init__(self, engine: Any, speculation: Speculation, end_token_ids: tuple[int, ...]) -> None:
-        self.num_drafts = 0
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
         self.num_drafted_by_request: dict[str, int] = {}
         """Draft tokens that the last step verified, by request id."""
         self._speculation = speculation
@@ -163,14 +160,11 @@ class VllmSpeculation:
         self._scheduler = scheduler = engine.engine_core.engine_core.scheduler
         self._original_schedule = scheduler.schedule
         self._original_update_drafts = scheduler.update_draft_token_ids
-        self._original_make_stats = scheduler.make_spec_decoding_stats
         scheduler.schedule = self._schedule_and_count
         scheduler.update_draft_token_ids = self._update_drafts
-        scheduler.make_spec_decoding_stats = self._count_accepted
 
     def reset(self) -> None:
-        """Drop all drafts and counts. Call while no request is running."""
-        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
+        """Drop all drafts. Call while no request is running."""
         if self.drafter is not None:
             self.drafter.reset()
 
@@ -185,15 +179,7 @@ class VllmSpeculation:
         self.num_drafted_by_request = {
             request: sum(token >= 0 for token in draft) for request, draft in step.scheduled_spec_decode_tokens.items()
         }
-        self.num_drafts += sum(count > 0 for count in self.num_drafted_by_request.values())
-        self.num_drafted_tokens += sum(self.num_drafted_by_request.values())
         return step
-
-    def _count_accepted(
-        self, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.num_accepted_tokens += num_accepted_tokens
-        return self._original_make_stats(stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
 
 def _install_verifier(worker: Any) -> None:

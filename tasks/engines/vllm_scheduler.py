@@ -44,9 +44,6 @@ class VllmScheduler:
             "kept_tokens": self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - num_used_cached_blocks),
             "prefilled_tokens": self._prefilled_tokens,
             "cached_tokens": self._cached_tokens,
-            "drafts": self._speculation.num_drafts,
-            "drafted_tokens": self._speculation.num_drafted_tokens,
-            "accepted_tokens": self._speculation.num_accepted_tokens,
         }
 
     def reset(self) -> None:

@@ -40,13 +40,7 @@ class Use(Enum):
     EVALUATION = "evaluation"
 
 
-class Missing(Enum):
-    """The type of MISSING."""
-
-    MISSING = "missing"
-
-
-MISSING = Missing.MISSING
+MISSING = object()
 """In place of the value of a column that a row lacks."""
 
 
