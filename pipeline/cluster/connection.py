@@ -87,9 +87,9 @@ class ClusterAddress:
             raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
     @contextlib.asynccontextmanager
-    async def open_client(self, within_s: float | None = None) -> AsyncIterator[Any]:
+    async def open_client(self, *, file_timeout_s: float = 0.0, within_s: float | None = None) -> AsyncIterator[Any]:
         """Context manager: yields `client`, and closes it at the end."""
-        client = await self.client(within_s=within_s)
+        client = await self.client(file_timeout_s=file_timeout_s, within_s=within_s)
         try:
             yield client
         finally:

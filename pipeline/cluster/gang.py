@@ -177,11 +177,6 @@ def choose_workers(
     return gang | dict.fromkeys(spare_workers[: needs.rewards], ("reward",))
 
 
-def is_large_enough(needs: Needs, role_sets: RoleSets) -> bool:
-    """Whether a job could run if all of these workers were free."""
-    return _assign_roles(needs, Counter(role_sets.values())) is not None
-
-
 def describe_shortage(needs: Needs, role_sets: RoleSets, workers: Sequence[str]) -> str:
     """Describe which workers a job is waiting for, for messages; empty if all workers may have the same roles.
 

@@ -354,10 +354,6 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
             )
 
-    def _on_task_arrived(self, id: str) -> None:
-        if id in self.jobs:
-            self._queue_if_arrived(self.jobs[id])
-
     def _task(self, job: Job) -> Any:
         """Return the Dask task of a job's driver; None if there is none."""
         return self._scheduler.tasks.get(TASK_KEY_PREFIX + job.id)
@@ -373,18 +369,21 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         """Handle Dask's transition of a driver's task. On arrival its job waits for workers. If the task fails in Dask,
         because its workers died too often or it could not be loaded, the job has failed."""
-        if finish == "no-worker" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
-            asyncio.get_running_loop().call_soon(
-                self._on_task_arrived, key.removeprefix(TASK_KEY_PREFIX)
-            )  # not within this transition
-        if finish == "erred" and isinstance(key, str) and key.startswith(TASK_KEY_PREFIX):
-            job, task = self.jobs.get(key.removeprefix(TASK_KEY_PREFIX)), self._scheduler.tasks.get(key)
-            if job is not None and job.state not in ENDED:
-                job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
-                job.reported_at = time.time()
-                if not job.client:
-                    self.job_queue.remove_job(job.id)
-                    asyncio.get_running_loop().call_soon(self._admit_jobs)
+        if finish not in ("no-worker", "erred") or not isinstance(key, str):
+            return
+        job = self.jobs.get(key.removeprefix(TASK_KEY_PREFIX)) if key.startswith(TASK_KEY_PREFIX) else None
+        if job is None or job.state in ENDED:
+            return
+        loop = asyncio.get_running_loop()
+        if finish == "no-worker":
+            loop.call_soon(self._queue_if_arrived, job)  # not within this transition
+            return
+        task = self._scheduler.tasks.get(key)
+        job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
+        job.reported_at = time.time()
+        if not job.client:
+            self.job_queue.remove_job(job.id)
+            loop.call_soon(self._admit_jobs)
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 

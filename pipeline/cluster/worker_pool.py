@@ -24,7 +24,6 @@ from staleflow.pipeline.cluster.gang import (
     WorkerGpus,
     choose_workers,
     describe_shortage,
-    is_large_enough,
     make_hosts,
     roles_by_worker,
 )
@@ -268,9 +267,4 @@ class WorkerPool:
 
     def _is_large_enough(self, needs: Needs) -> bool:
         """Whether all workers of the cluster, including workers that have just left, are enough for a job."""
-        role_sets = self._role_sets_of_all()
-        return (
-            self._select(needs, list(role_sets), used_gpus={}) is not None
-            if self.uses_gpus(needs)
-            else is_large_enough(needs, role_sets)
-        )
+        return self._select(needs, list(self._role_sets_of_all()), used_gpus={}) is not None

@@ -172,8 +172,10 @@ def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 """JSON Schema's name of each type."""
-USER_CODE = r"^.+:[A-Za-z_]\w*$"
-"""Pattern of file.py:NAME and module:NAME."""
+USER_CODE = {
+    "type": "string", "pattern": r"^.+:[A-Za-z_]\w*$", "description": "your own code: file.py:NAME or module:NAME",
+}  # fmt: skip
+"""Schema of file.py:NAME and module:NAME."""
 
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
@@ -209,12 +211,11 @@ def _choice(spec: Choice) -> dict[str, Any]:
     """A name, or a table with the name and the knobs of that entry."""
     registry = spec.registry
     forms: list[dict[str, Any]] = []
-    user_code = {"type": "string", "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
     if not spec.has_common_knobs:
         forms.append({"enum": list(registry.names)})
     if registry.user_code is not None:
-        knobs = {"type": "object", "properties": {"name": user_code}, "required": ["name"]}
-        forms += [user_code, knobs]
+        knobs = {"type": "object", "properties": {"name": USER_CODE}, "required": ["name"]}
+        forms += [USER_CODE, knobs]
     for name in registry.names:
         table = _table(registry.find(name))
         table["properties"] = {"name": {"const": name}} | table["properties"]
@@ -235,20 +236,14 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
         item = JSON_TYPES[typing.get_args(hint)[0]]
         items: dict[str, Any] = {"type": item}
         if spec.user_code:
-            items = {"anyOf": _choices_or_code(item, spec)}
+            items = {"anyOf": [{"enum": list(spec.choices)}, USER_CODE]}
         elif spec.choices:
             items["enum"] = list(spec.choices)
         return schema | {"type": kind, "items": items}
     if spec.choices and spec.user_code:
-        return schema | {"anyOf": _choices_or_code(kind, spec)}
+        return schema | {"anyOf": [{"enum": list(spec.choices)}, USER_CODE]}
     schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)
     limits = {"minimum": spec.low, "maximum": spec.high, "exclusiveMinimum": spec.above, "exclusiveMaximum": spec.below}
     return schema | {name: limit for name, limit in limits.items() if limit is not None}
-
-
-def _choices_or_code(kind: str, spec: Knob) -> list[dict[str, Any]]:
-    """One of the choices, or user code."""
-    user_code = {"type": kind, "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
-    return [{"enum": list(spec.choices)}, user_code]

@@ -29,7 +29,7 @@ def read_devices() -> tuple[Device, ...]:
     except nvml.NVMLError:
         return ()
     try:
-        return _visible(list(_all_devices(nvml)), os.environ.get(VISIBLE))
+        return _visible(list(_all_devices(nvml)), _STARTED_WITH.get(VISIBLE, os.environ.get(VISIBLE)))
     finally:
         nvml.nvmlShutdown()
 

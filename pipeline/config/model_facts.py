@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from staleflow.pipeline.config.model_files import find_model, format_context, read_architecture
@@ -23,7 +23,7 @@ class ModelFacts:
 
     context_length: int
     eos: tuple[int, ...]
-    nonce: str
+    nonce: str = field(default_factory=lambda: secrets.token_hex(4))
 
 
 def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
@@ -34,7 +34,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     loaded, or if rollout.max_new_tokens or rollout.engine.kv_tokens does not fit its context.
     """
     if not config.has_texts:
-        return ModelFacts(context_length=2**31, eos=(), nonce=secrets.token_hex(4))
+        return ModelFacts(context_length=2**31, eos=())
     subject, folder = f"{key} = {config.model.path!r}", find_model(config.model.path, key)
     eos: tuple[int, ...] = ()
     if config.emulated and folder is not None:
@@ -42,8 +42,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     else:
         architecture, eos = _load_configuration(str(folder or config.model.path), subject)
     check_lengths(config, architecture)
-    context = context_of(architecture)
-    return ModelFacts(context_length=context, eos=() if config.emulated else eos, nonce=secrets.token_hex(4))
+    return ModelFacts(context_length=context_of(architecture), eos=() if config.emulated else eos)
 
 
 def inspect_teacher(config: RunConfig) -> None:

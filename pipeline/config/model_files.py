@@ -149,7 +149,8 @@ def vocabulary_of(path: str) -> int:
 def check_files(folder: Path, subject: str) -> None:
     """Raise ConfigError if transformers does not know a model's type, or its weights or tokenizer are missing or
     incomplete. Reads only headers."""
-    kind = read_architecture(folder, subject).get("model_type")
+    architecture = read_architecture(folder, subject)
+    kind = architecture.get("model_type")
     if isinstance(kind, str) and not _is_known_kind(kind):
         raise ConfigError(
             f"{subject}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
@@ -159,9 +160,8 @@ def check_files(folder: Path, subject: str) -> None:
     shards = list(_shards(folder, subject))
     if not shards and not any(folder.glob("*.bin")):
         raise ConfigError(f"{subject}: no weights in it, such as model.safetensors; copy the model again")
-    vocabulary = read_architecture(folder, subject).get("vocab_size")
     for path in shards:
-        _check_weights(path, subject, vocabulary)
+        _check_weights(path, subject, architecture.get("vocab_size"))
 
 
 def check_attention(folder: Path, key: str) -> None:

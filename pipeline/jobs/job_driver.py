@@ -82,7 +82,7 @@ async def _run_driver(submission: Submission, task: DriverTask, scheduler: str, 
     from staleflow.pipeline.jobs import reporter
 
     cluster = ClusterAddress(address=scheduler, security=task.security)
-    async with cluster.open_client(BUSY_SCHEDULER_S) as client:
+    async with cluster.open_client(within_s=BUSY_SCHEDULER_S) as client:
         job = await find(client, submission.id)
         if job["state"] in submitted_job.ENDED:
             return str(job["state"])

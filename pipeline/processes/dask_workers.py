@@ -419,11 +419,8 @@ def _cluster_of(config: RunConfig, security: Any) -> ClusterAddress:
 async def check_gpus(config: RunConfig, security: Any = None) -> None:
     """Raise ConfigError if the cluster that a job names has too few GPUs for it."""
     if config.cluster.kind != "local":
-        client = await _cluster_of(config, security).client(file_timeout_s=FILE_TIMEOUT_S)
-        try:
+        async with _cluster_of(config, security).open_client(file_timeout_s=FILE_TIMEOUT_S) as client:
             await refuse_too_few_gpus(client, config)
-        finally:
-            await client.close()
 
 
 async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:

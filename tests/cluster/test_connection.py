@@ -42,7 +42,7 @@ def connection_error(cluster: ClusterAddress, within_s: float = CONNECT_S, most_
     begin = time.monotonic()
 
     async def connect() -> None:
-        async with cluster.open_client(within_s):
+        async with cluster.open_client(within_s=within_s):
             pytest.fail("it connected")
 
     with warnings.catch_warnings():
@@ -227,7 +227,7 @@ def test_schedulers_with_and_without_tls_are_distinguished() -> None:
 
 def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
     async def connect() -> str:
-        async with cluster.open_client(within_s) as client:
+        async with cluster.open_client(within_s=within_s) as client:
             return str(client.status)
 
     return asyncio.run(connect())

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from staleflow.pipeline.cluster.gang import Needs, WorkerGpus, is_large_enough, roles_by_worker
+from staleflow.pipeline.cluster.gang import Needs, RoleSets, WorkerGpus, choose_workers, roles_by_worker
 from staleflow.pipeline.cluster.job_queue import (
     WAITS_FOR_GPU_REPORT,
     JobQueue,
@@ -37,6 +37,10 @@ def queue_of_roles(**workers: str) -> JobQueue:
     for address, roles in workers.items():
         queue.add_worker(address, dict.fromkeys(roles.split(), 1.0))
     return queue
+
+
+def are_enough(needs: Needs, role_sets: RoleSets) -> bool:
+    return choose_workers(needs, role_sets, role_sets, with_surplus=False) is not None
 
 
 def admit(queue: JobQueue, now: float = 0.0) -> list[str]:
@@ -487,10 +491,10 @@ class Cluster(RuleBasedStateMachine):
             if id in gangs:
                 assert not waiting, "it overtook an earlier job that fits the cluster"
                 assert self.one.workers_of(id) == gangs[id]
-                assert is_large_enough(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
+                assert are_enough(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
             elif id in before:
                 assert entry.reason
-                waiting = waiting or is_large_enough(entry.needs, kinds)
+                waiting = waiting or are_enough(entry.needs, kinds)
 
     @invariant()
     def each_worker_has_one_owner_and_who_waits_has_none(self) -> None:

@@ -48,6 +48,18 @@ def test_cuda_visible_devices_is_respected(
     assert "".join(device.visible for device in local_gpus.read_devices()) == numbers
 
 
+def test_devices_are_those_that_the_process_was_started_with(
+    eight: tuple[Device, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that was restarted asks the workers of an earlier run again, which use only a part of them."""
+    monkeypatch.setattr(local_gpus, "_STARTED_WITH", {})
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    for visible in ("4", ""):
+        local_gpus.use_devices(visible)
+        assert [device.visible for device in local_gpus.read_devices()] == ["3", "4"]
+
+
 def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "4xL4-24-pcie")
     assert {device.link_domain for device in local_gpus.read_devices()} == {"pcie"}
@@ -100,7 +112,6 @@ def test_too_few_gpus_give_a_one_line_error(
 
 def test_nine_gpus_of_eight_end_a_run_before_it_starts(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "8xH100-80")
-    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     end = command("run", job, "--set", "cluster.gpus=9")
     assert end.returncode == 2
     assert end.stderr.strip().splitlines()[-1].endswith("set it to 8 or less, or 0 for all")
