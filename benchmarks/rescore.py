@@ -122,7 +122,11 @@ def main() -> None:
             marks: list[tuple[float, int]] = []
             begin = time.perf_counter()
             result = reward_rescoring.rescore(
-                config.run_dir, args.reward, "again", pool, lambda done, _: marks.append((time.perf_counter(), done))
+                config.run_dir,
+                args.reward,
+                "again",
+                client=pool.client,
+                progress=lambda done, _: marks.append((time.perf_counter(), done)),
             )
             seconds = time.perf_counter() - begin
             stop.set()
@@ -132,7 +136,7 @@ def main() -> None:
             f"{alone_s / seconds:.2f} times the plain loop; at most {largest[0]:.0f} MiB a worker"
         )
         # What a longer job sees: without the seconds in which the tokenizer's and the task's libraries are imported.
-        (first_s, first), (last_s, last) = marks[args.workers], marks[-1]
+        (first_s, first), (last_s, last) = marks[args.workers + 1], marks[-1]
         rate = (last - first) / (last_s - first_s)
         print(f"  once started: {rate:,.0f} trajectories/s, {rate * loop_s / args.count:.2f} times the plain loop")
         shutil.rmtree(config.run_dir)

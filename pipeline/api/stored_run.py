@@ -183,18 +183,16 @@ class Run(RunData):
             ConfigError: Something of it is wrong; nothing was computed.
         """
         from staleflow.pipeline.api.code_objects import reward_file
-        from staleflow.pipeline.stored_runs import reward_rescoring
-        from staleflow.pipeline.stored_runs.pool import open_pool
+        from staleflow.pipeline.stored_runs.reward_rescoring import rescore
 
         self._require_newest("score the responses of")
-        lines, notify = override_lines(changes), progress or _ignore
+        lines = override_lines(changes)
         if not reward and not lines:
             raise ConfigError("rescore: name the reward, or what changes of the job's own")
         with self._lock_run(), reward_file(self._path, branch, reward) as reward_name:
-            reward_rescoring.check_request(self._path, reward_name, branch, lines)
-            notify(0, 0)
-            with open_pool(client, workers) as pool:
-                return reward_rescoring.rescore(self._path, reward_name, branch, pool, notify, lines)
+            return rescore(
+                self._path, reward_name, branch, lines, client=client, workers=workers, progress=progress or _ignore
+            )
 
     def recompute_logprobs(
         self,
@@ -222,18 +220,15 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was computed.
         """
-        from staleflow.pipeline.stored_runs import logprob_recompute
-        from staleflow.pipeline.stored_runs.pool import open_pool
+        from staleflow.pipeline.stored_runs.logprob_recompute import recompute
 
         self._require_newest("compute logprobs of")
-        logprob_recompute.check_request(self._path, str(model), branch, where)
-        notify = progress or _ignore
-        notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
-        with self._lock_run() if branch else contextlib.nullcontext(), open_pool(client, workers, model=True) as pool:
-            return logprob_recompute.recompute(
-                self._path, str(model), pool, branch=branch, where=where, progress=notify
-            )
+        with self._lock_run() if branch else contextlib.nullcontext():
+            return recompute(
+                self._path, str(model), branch=branch, where=where, client=client, workers=workers,
+                progress=progress or _ignore,
+            )  # fmt: skip
 
     def diff(self, first: str, second: str) -> BranchDifference:
         """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
@@ -285,16 +280,14 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was written.
         """
-        from staleflow.pipeline.stored_runs import exporting
-        from staleflow.pipeline.stored_runs.pool import open_pool
+        from staleflow.pipeline.stored_runs.exporting import export
 
         self._require_newest("export")
         path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
-        exporting.check_request(self._path, to, path, self._branch, where)
-        notify = progress or _ignore
-        notify(0, 0)
-        with open_pool(client, workers) as pool:
-            return exporting.export(self._path, to, path, pool, branch=self._branch, where=where, progress=notify)
+        return export(
+            self._path, to, path, branch=self._branch, where=where, client=client, workers=workers,
+            progress=progress or _ignore,
+        )  # fmt: skip
 
     def train_offline(
         self,
@@ -327,14 +320,12 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was trained.
         """
-        from staleflow.pipeline.stored_runs.pool import open_pool
         from staleflow.pipeline.stored_runs.training import execute_plan, make_plan
 
         self._require_newest("train on")
         lines = override_lines(overrides)
         plan = make_plan(self._path, self._new_folder("offline", out), lines, self._branch, where, epochs)
-        with open_pool(client, plan.config.training.ranks, model=True) as pool:
-            return execute_plan(plan, pool, report or _ignore)
+        return execute_plan(plan, client, report or _ignore)
 
     def unlearn(
         self,
@@ -366,15 +357,13 @@ class Run(RunData):
             ConfigError: Nothing that was trained on matches, or all of it; nothing was trained.
         """
         from staleflow.pipeline.stored_runs import unlearning
-        from staleflow.pipeline.stored_runs.pool import open_pool
 
         self._require_newest("unlearn something of")
         if self._branch != MAIN:
             raise ConfigError(f"unlearn: {self._branch} is a branch; open the run without it, as it was trained")
         with self._lock_run():
             plan, facts = unlearning.make_plan(self._path, self._new_folder(branch, out), where, branch)
-            with open_pool(client, plan.config.training.ranks, model=True) as pool:
-                return unlearning.unlearn(plan, facts, pool, report or _ignore)
+            return unlearning.unlearn(plan, facts, client, report or _ignore)
 
     def bisect(
         self,
@@ -405,7 +394,7 @@ class Run(RunData):
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
         """
         from staleflow.pipeline.stored_runs import bisection, bisection_page
-        from staleflow.pipeline.stored_runs.pool import open_pool, run_reporting
+        from staleflow.pipeline.stored_runs.pool import run_training
 
         self._require_newest("bisect")
         if self._branch != MAIN:
@@ -414,8 +403,7 @@ class Run(RunData):
             first = bisection.best_version_before(self._path, at) if since is None else since
             plan = bisection.make_plan(self._path, first, at, metric)
             ranks = max(part.config.training.ranks for part in plan.parts)
-            with open_pool(client, ranks, model=True) as pool:
-                result: Bisection = run_reporting(pool, bisection.bisect, plan, report or _ignore)
+            result: Bisection = run_training(bisection.bisect, plan, ranks, client, report or _ignore)
             return bisection_page.write(self._path, result)
 
     def _new_folder(self, suffix: str, out: str | Path | None) -> Path:

@@ -202,8 +202,8 @@ def best_version_before(run_dir: Path, at: int) -> int:
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bisection:
-    """Carry out a plan in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
+def bisect(plan: BisectionPlan, report: Report) -> Bisection:
+    """Carry out a plan in this process; with a rank group, this process must be a Dask task."""
     started_s = time.monotonic()
     store = open_store_at(plan.offline.store_path, plan.offline.snapshot)
     seconds = sum(c.metrics.get("train_s", 0.0) for c in store.commits() if plan.since <= c.step < plan.at)
@@ -213,7 +213,7 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
     report({"say": f"plan: {steps} are trained again, {cost}. {answers}"})
     with (
         tempfile.TemporaryDirectory(prefix="staleflow-") as folder,
-        contextlib.closing(_RepeatedTraining(plan, store, Path(folder), shared=shared)) as training,
+        contextlib.closing(_RepeatedTraining(plan, store, Path(folder))) as training,
     ):
         training.restore_earlier_version()
         rewards_before, trained_s = training.evaluate(plan.former, plan.since), time.monotonic()
@@ -259,9 +259,9 @@ def bisect(plan: BisectionPlan, report: Report, *, shared: bool = False) -> Bise
 class _RepeatedTraining:
     """Repeats the steps of a plan with a change, and evaluates the weights that result."""
 
-    def __init__(self, plan: BisectionPlan, store: VersionedStore, folder: Path, *, shared: bool) -> None:
-        """folder: for the state at the earlier version and for weights to evaluate. shared: as in Pool."""
-        self._plan, self._store, self._folder, self._is_shared = plan, store, folder, shared
+    def __init__(self, plan: BisectionPlan, store: VersionedStore, folder: Path) -> None:
+        """folder: for the state at the earlier version and for weights to evaluate."""
+        self._plan, self._store, self._folder = plan, store, folder
         self._context = inspect_model(plan.offline.config).context_length
         self._published_fingerprints = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
         self._columns = store.table()
@@ -421,7 +421,7 @@ class _RepeatedTraining:
             self._config, self._policy = (
                 config,
                 self._policies.enter_context(
-                    open_policy(config, config, config.steps, self._store.header.num_held_out, shared=self._is_shared)
+                    open_policy(config, config, config.steps, self._store.header.num_held_out)
                 ),
             )
         if point is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
-from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
+from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_pool, open_store_at, require_all_rows
 from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
@@ -58,49 +58,47 @@ def export(
     run_dir: Path,
     to: str,
     out: Path,
-    pool: Pool,
     *,
     branch: str = "main",
     where: str = "",
+    client: Any = None,
+    workers: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ExportResult:
     """Export a run's trajectories to `out`, which is a file for jsonl and a folder for other formats.
 
-    It appears only when complete. Raises ConfigError before anything is written.
+    It appears only when complete. Raises ConfigError before anything is written. client, workers: as in `open_pool`.
     """
     store, rows = _select_rows(run_dir, to, out, branch, where)
     config = load_job(run_dir)
     make_detokenizer(config)
+    progress(0, 0)
     tmp_path = out.with_name(f".{out.name}.part")
-    try:
-        tmp_path.mkdir(parents=True, exist_ok=True)
-        with lock_folder(tmp_path), contextlib.ExitStack() as cleanup:
-            cleanup.callback(shutil.rmtree, tmp_path, ignore_errors=True)
-            _refuse_existing(out)  # another export may have finished meanwhile
-            _clear_folder(tmp_path)  # files of a killed export
-            data_folder = tmp_path / "data" if to == "hf" else tmp_path
-            data_folder.mkdir(exist_ok=True)
-            num_written, files, errors = _write_parts(run_dir, store, rows, to, data_folder, pool, progress)
-            if to == "hf":
-                (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store))
-            size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
-            if to == "jsonl":
-                _join_files(files, tmp_path / "whole")
-                flush_and_rename(tmp_path / "whole", out)
-            else:
-                flush_and_rename(tmp_path, out)
-                (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
-    except OSError as error:
-        if isinstance(error, StaleflowError):
-            raise
-        raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
+    with open_pool(client, workers) as pool:
+        try:
+            tmp_path.mkdir(parents=True, exist_ok=True)
+            with lock_folder(tmp_path), contextlib.ExitStack() as cleanup:
+                cleanup.callback(shutil.rmtree, tmp_path, ignore_errors=True)
+                _refuse_existing(out)  # another export may have finished meanwhile
+                _clear_folder(tmp_path)  # files of a killed export
+                data_folder = tmp_path / "data" if to == "hf" else tmp_path
+                data_folder.mkdir(exist_ok=True)
+                num_written, files, errors = _write_parts(run_dir, store, rows, to, data_folder, pool, progress)
+                if to == "hf":
+                    (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store))
+                size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+                if to == "jsonl":
+                    _join_files(files, tmp_path / "whole")
+                    flush_and_rename(tmp_path / "whole", out)
+                else:
+                    flush_and_rename(tmp_path, out)
+                    (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
+        except OSError as error:
+            if isinstance(error, StaleflowError):
+                raise
+            raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
     return ExportResult(path=str(out), rows=num_written, files=count, bytes=size, errors=errors)
-
-
-def check_request(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
-    """Raise ConfigError for arguments that `export` does not accept, before any worker starts."""
-    _select_rows(run_dir, to, out, branch, where)
 
 
 def _select_rows(

@@ -22,7 +22,7 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
+from staleflow.pipeline.stored_runs.pool import cache_per_process, open_pool, open_store_at, require_all_rows
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -101,10 +101,11 @@ class RecomputeResult:
 def recompute(
     run_dir: Path,
     model: str,
-    pool: Pool,
     *,
     branch: str = "",
     where: str = "",
+    client: Any = None,
+    workers: int = 1,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> RecomputeResult:
     """Compute the logprobs of a run's responses under a model.
@@ -112,10 +113,11 @@ def recompute(
     Args:
         run_dir: The run's folder.
         model: A folder or hub name.
-        pool: Workers.
         branch: Name of a new branch to store the logprobs on, which requires all responses.
         where: Selects responses.
-        progress: Called with (rows done, total rows).
+        client: As in `open_pool`.
+        workers: As in `open_pool`.
+        progress: Called with (0, 0) when the input is checked, then with (rows done, total rows).
 
     Raises:
         ConfigError: Before anything is computed.
@@ -126,7 +128,9 @@ def recompute(
     sums = np.zeros((count, len(SUMS)))
     errors: dict[int, str] = {}
     num_done = 0
-    with tempfile.TemporaryFile() as file:  # unnamed, so that no file is left behind
+    progress(0, 0)
+    # An unnamed file, so that none is left behind.
+    with open_pool(client, workers, model=True) as pool, tempfile.TemporaryFile() as file:
         output = _map_file(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
             (settings, str(path), store.snapshot, start, stop, mask[start:stop], output is not None)
@@ -159,11 +163,6 @@ def recompute(
         branch=branch,
         snapshot=snapshot,
     )
-
-
-def check_request(run_dir: Path, model: str, branch: str, where: str) -> None:
-    """Raise ConfigError for arguments that `recompute` does not accept, before any worker starts."""
-    _select_rows(run_dir, model, branch, where)
 
 
 def _select_rows(

@@ -13,14 +13,13 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs import repeated_steps
-from staleflow.pipeline.stored_runs.pool import Report
+from staleflow.pipeline.stored_runs.pool import Report, run_training
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import make_chain_origin
 from staleflow.pipeline.stored_runs.verification import (
     SAMPLE_STEPS,
     Verification,
     resolve_models,
-    run_repetition,
     sort_differences,
 )
 from staleflow.stores.auditing.chain import CHECK, check_chain
@@ -131,7 +130,7 @@ def verify_offline(
             else:
                 unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
             report({"say": f"repeating {format_steps(range(start, max(sample) + 1))} for {format_steps(sample)}"})
-            result = run_repetition(plan, client, report)
+            result = run_training(repeated_steps.repeat, plan, plan.ranks, client, report)
     contradictions, unverified_differences = sort_differences(
         result, {record.start + number: entry.numerics for number, entry in enumerate(entries)}
     )

@@ -40,6 +40,8 @@ MIN_BLOCKS_PER_WORKER = 8
 """Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
 CALLS_PER_WORKER = 3
 """Tasks in flight per worker: enough that none is idle."""
+LOCAL = "staleflow-local"
+"""Resource of the workers of a local pool, whose cluster has no registry of jobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,6 @@ class Pool:
 
     client: Any
     """A synchronous Dask client."""
-    shared: bool
-    """Whether other jobs may use the cluster, too."""
 
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
@@ -71,10 +71,9 @@ class Pool:
 
         calls = iter(calls)
         addresses = self.free_workers(model=model)
-        placement = {"workers": addresses, "allow_other_workers": True} if self.shared else {}
 
         def submit(call: tuple[Any, ...]) -> Any:
-            return self.client.submit(function, *call, pure=False, **placement)
+            return self.client.submit(function, *call, pure=False, workers=addresses, allow_other_workers=True)
 
         max_in_flight = len(addresses) * CALLS_PER_WORKER
         # zip with a range would take one more call and drop it.
@@ -95,7 +94,7 @@ class Pool:
     def blocks(self, count: int, max_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
         """Split `count` rows into (start, stop) blocks, sized to keep all workers busy."""
         rows = min(max_rows, max(MIN_ROWS, count // (len(self.free_workers()) * MIN_BLOCKS_PER_WORKER)))
-        return blocks(count, rows)
+        return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
     def free_workers(self, *, model: bool = False) -> list[str]:
         """Addresses of the workers without a job.
@@ -107,7 +106,7 @@ class Pool:
             ConfigError: No worker is free.
         """
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        if not self.shared:
+        if any(LOCAL in worker["resources"] for worker in workers.values()):
             return list(workers)
         unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
         addresses = [address for address in workers if address not in unavailable]
@@ -123,24 +122,40 @@ class Pool:
         return addresses
 
 
-def run_reporting(pool: Pool, function: Callable[..., Any], plan: Any, report: Report) -> Any:
-    """Call function(plan, report, shared=pool.shared) on a worker that can run models, and return its result. Raises as
-    `Pool.run`. report: called in this process with what the function reports."""
+def run_training(function: Callable[..., Any], plan: Any, ranks: int, client: Any, report: Report) -> Any:
+    """Call function(plan, report) on a worker that can run models, and return its result.
+
+    Args:
+        function: Called with the plan, and with a function whose calls reach `report`.
+        plan: What to do.
+        ranks: Number of workers that it takes: the others are ranks of the trainer.
+        client: As in `open_pool`.
+        report: Called in this process.
+
+    Raises:
+        ConfigError: Fewer workers are free, or as `open_pool`.
+        ActorLost: As `Pool.run`.
+    """
     topic = f"staleflow-report-{secrets.token_hex(4)}"
-    pool.client.subscribe_topic(topic, lambda event: report(event[1]))
-    try:
-        (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic, pool.shared)], model=True)
-    finally:
-        pool.client.unsubscribe_topic(topic)
+    with open_pool(client, ranks, model=True) as pool:
+        if (num_free := len(pool.free_workers(model=True))) < ranks:
+            raise ConfigError(
+                f"training.ranks = {ranks}: {num_free} workers are free; start more, or set training.ranks={num_free}"
+            )
+        pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+        try:
+            (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic)], model=True)
+        finally:
+            pool.client.unsubscribe_topic(topic)
     return pickle.loads(result)
 
 
-def _call_with_reports(call: bytes, topic: str, shared: bool) -> bytes:
+def _call_with_reports(call: bytes, topic: str) -> bytes:
     """The task. Values are passed as bytes, which the scheduler need not unpickle."""
     from distributed import get_worker
 
     worker, (function, plan) = get_worker(), pickle.loads(call)
-    return pickle.dumps(function(plan, lambda event: worker.log_event(topic, dict(event)), shared=shared))
+    return pickle.dumps(function(plan, lambda event: worker.log_event(topic, dict(event))))
 
 
 @contextlib.contextmanager
@@ -162,7 +177,7 @@ def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]
     if client.asynchronous:
         raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
     client.sync(ensure, client)
-    pool = Pool(client, shared=True)
+    pool = Pool(client)
     pool.free_workers()
     yield pool
 
@@ -183,27 +198,19 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
                 n_workers=count,
                 threads_per_worker=1,
                 memory_limit=0,
+                resources={LOCAL: 1},
                 dashboard_address="127.0.0.1:0",
                 silence_logs=local_cluster.log_level(),
             ) as cluster,
             Client(cluster) as client,
         ):
-            yield Pool(client, shared=False)
+            yield Pool(client)
 
 
 def require_all_rows(num_done: int, count: int) -> None:
     """Raise ProtocolViolation unless all rows were processed, because missing rows would not be noticed otherwise."""
     if num_done != count:
         raise ProtocolViolation(f"the workers returned results for {num_done} of {count} rows; nothing was stored")
-
-
-def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Split `count` rows into (start, stop) blocks of `rows` rows.
-
-    >>> list(blocks(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
 
 creation_lock = threading.RLock()

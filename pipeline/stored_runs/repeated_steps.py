@@ -70,9 +70,7 @@ def offline_steps(
 
 
 @contextlib.contextmanager
-def open_policy(
-    config: RunConfig, run_job: RunConfig, num_steps: int, num_held_out: int, *, shared: bool
-) -> Iterator[Policy]:
+def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_out: int) -> Iterator[Policy]:
     """Build the policy to train: in this process, or of a group that it leads.
 
     Args:
@@ -80,7 +78,6 @@ def open_policy(
         run_job: The job with the run's seed, for the examples of supervised fine-tuning.
         num_steps: Length of the training, for schedules of the learning rate.
         num_held_out: Number of held-out prompts that the store's header has.
-        shared: As in Pool.
     """
     from staleflow.tasks.training.policy import TrainerSettings
 
@@ -97,7 +94,7 @@ def open_policy(
     if settings.training.ranks == 1:
         yield settings.build(config.cluster.threads)
         return
-    with lead_group(settings, config.cluster.threads, shared=shared) as policy:
+    with lead_group(settings, config.cluster.threads) as policy:
         yield policy
 
 
@@ -157,6 +154,11 @@ class RepetitionPlan:
     batch_fingerprints: dict[int, str]
     """The stored one of each step."""
 
+    @property
+    def ranks(self) -> int:
+        """The most ranks of its jobs."""
+        return max(part.config.training.ranks for steps_range in self.ranges for part in steps_range.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -189,12 +191,12 @@ class _DifferenceFound(Exception):
     """Ends the repetition of a range; its argument is the Difference."""
 
 
-def repeat(plan: RepetitionPlan, report: Report, *, shared: bool = False) -> RepetitionResult:
-    """Repeat steps in this process; with a rank group, this process must be a Dask task. shared: as in Pool."""
+def repeat(plan: RepetitionPlan, report: Report) -> RepetitionResult:
+    """Repeat steps in this process; with a rank group, this process must be a Dask task."""
     from staleflow.tasks.training.numerics import numerics
 
     store = open_store_at(plan.path, plan.snapshot)
-    repeater = _Repeater(plan, store, report, shared=shared)
+    repeater = _Repeater(plan, store, report)
     tasks = [functools.partial(repeater.repeat, steps_range) for steps_range in plan.ranges]
     if plan.checkpoint is not None:
         tasks.insert(0, functools.partial(repeater.compare_checkpoint, *plan.checkpoint))
@@ -210,8 +212,8 @@ def repeat(plan: RepetitionPlan, report: Report, *, shared: bool = False) -> Rep
 class _Repeater:
     """Repeats ranges of steps one after another."""
 
-    def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: Report, *, shared: bool) -> None:
-        self._plan, self._store, self._report, self._is_shared = plan, store, report, shared
+    def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: Report) -> None:
+        self._plan, self._store, self._report = plan, store, report
         self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.ranges[0].parts[0].config.steps))
         self._num_steps = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
         self.result = RepetitionResult()
@@ -273,8 +275,7 @@ class _Repeater:
         num_held_out, path = self._store.header.num_held_out, config.model.path
         with contextlib.ExitStack() as stack:
             try:
-                policy_context = open_policy(config, part.run_job, part.num_steps, num_held_out, shared=self._is_shared)
-                policy = stack.enter_context(policy_context)
+                policy = stack.enter_context(open_policy(config, part.run_job, part.num_steps, num_held_out))
             except StaleflowError:
                 raise
             except (*LOAD_ERRORS, SafetensorError) as error:
@@ -401,13 +402,12 @@ CLOSE_S = 10.0
 
 
 @contextlib.contextmanager
-def lead_group(settings: TrainerSettings, threads: int, *, shared: bool) -> Iterator[DistributedPolicy]:
+def lead_group(settings: TrainerSettings, threads: int) -> Iterator[DistributedPolicy]:
     """Create the policy of a rank group that the current Dask task leads.
 
     Args:
         settings: The trainer's settings.
         threads: Number of threads of each rank.
-        shared: As in Pool.
 
     Raises:
         ConfigError: There are not enough workers.
@@ -417,7 +417,7 @@ def lead_group(settings: TrainerSettings, threads: int, *, shared: bool) -> Iter
     from distributed.comm.addressing import parse_host_port
 
     worker, client = get_worker(), get_client()
-    addresses = _follower_addresses(Pool(client, shared=shared), worker.address, settings.training.ranks)
+    addresses = _follower_addresses(Pool(client), worker.address, settings.training.ranks)
     futures = [
         client.submit(TrainerRank, settings, threads, actor=True, workers=[address], pure=False)
         for address in addresses

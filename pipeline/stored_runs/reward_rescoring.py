@@ -25,7 +25,7 @@ import numpy.typing as npt
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_store_at, require_all_rows
+from staleflow.pipeline.stored_runs.pool import cache_per_process, open_pool, open_store_at, require_all_rows
 from staleflow.pipeline.stored_runs.response_texts import make_detokenizer, make_messages
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
@@ -81,9 +81,11 @@ def rescore(
     run_dir: Path,
     reward: str,
     branch: str,
-    pool: Pool,
-    progress: Callable[[int, int], None] = lambda *_: None,
     changes: tuple[str, ...] = (),
+    *,
+    client: Any = None,
+    workers: int = 1,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> RescoreResult:
     """Score every stored response of a run again.
 
@@ -91,17 +93,19 @@ def rescore(
         run_dir: The run's folder.
         reward: task, math_verify, file.py:name or module:name; empty: the job's own.
         branch: Name of the new branch.
-        pool: Workers.
-        progress: Called with (rows done, total rows).
         changes: Of keys in CHANGEABLE_KEYS, as KEY=VALUE.
+        client: As in `open_pool`.
+        workers: As in `open_pool`.
+        progress: Called with (0, 0) when the input is checked, then with (rows done, total rows).
 
     Raises:
         ConfigError: Before anything is computed; or, with nothing stored, if no response could be scored.
     """
-    config = _changed_job(run_dir, reward, changes)
     path = (run_dir / "store").resolve()
     store = VersionedStore.open_pinned(path)
     derived_branches.check_branch_name(path, branch)
+    config = _changed_job(run_dir, reward, changes)
+    progress(0, 0)
     table = store.table()
     count = len(table["trajectory"])
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
@@ -113,13 +117,14 @@ def rescore(
         config, num_held_out=store.header.num_held_out, max_prompt_tokens=store.header.max_prompt_tokens
     )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
-    calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))
-    for start, block in pool.run(score_rows, calls):
-        stop = start + len(block.rewards)
-        rewards[start:stop], valid[start:stop] = block.rewards, block.valid
-        errors |= block.errors
-        num_done += len(block.rewards)
-        progress(num_done, count)
+    with open_pool(client, workers) as pool:
+        calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))
+        for start, block in pool.run(score_rows, calls):
+            stop = start + len(block.rewards)
+            rewards[start:stop], valid[start:stop] = block.rewards, block.valid
+            errors |= block.errors
+            num_done += len(block.rewards)
+            progress(num_done, count)
     require_all_rows(num_done, count)
     has_response = table["response_tokens"] > 0
     num_scored = int((has_response & valid).sum())
@@ -151,13 +156,6 @@ def rescore(
         mean_before=float(table["reward"][trained_before].mean()) if trained_before.any() else 0.0,
         mean_after=float(rewards[is_consumed & valid].mean()) if (is_consumed & valid).any() else 0.0,
     )
-
-
-def check_request(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for arguments that `rescore` does not accept, before any worker starts."""
-    VersionedStore.open(run_dir / "store")  # refuses a store of another layout
-    derived_branches.check_branch_name((run_dir / "store").resolve(), branch)
-    _changed_job(run_dir, reward, changes)
 
 
 def _changed_job(run_dir: Path, reward: str, changes: tuple[str, ...]) -> RunConfig:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts_warning
 from staleflow.pipeline.stored_runs import repeated_steps
-from staleflow.pipeline.stored_runs.pool import Pool, Report, creation_lock, open_store_at, run_reporting
+from staleflow.pipeline.stored_runs.pool import Report, creation_lock, open_store_at, run_training
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -112,14 +112,10 @@ class OfflineTrainingResult:
     """Of trajectories that cannot be read, by id; they are left out."""
 
 
-def execute_plan(plan: OfflinePlan, pool: Pool, report: Report) -> OfflineTrainingResult:
-    """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free."""
-    ranks, num_free = plan.config.training.ranks, len(pool.free_workers(model=True))
-    if num_free < ranks:
-        raise ConfigError(
-            f"training.ranks = {ranks}: {num_free} workers are free; start more, or set training.ranks={num_free}"
-        )
-    result: OfflineTrainingResult = run_reporting(pool, train, plan, report)
+def execute_plan(plan: OfflinePlan, client: Any, report: Report) -> OfflineTrainingResult:
+    """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free. client: as in
+    `open_pool`."""
+    result: OfflineTrainingResult = run_training(train, plan, plan.config.training.ranks, client, report)
     return result
 
 
@@ -174,8 +170,8 @@ def _check_stored_reference(config: RunConfig, run_job: RunConfig) -> None:
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> OfflineTrainingResult:
-    """Execute a plan in this process; with a rank group, this process must be a Dask task. shared: see Pool."""
+def train(plan: OfflinePlan, report: Report) -> OfflineTrainingResult:
+    """Execute a plan in this process; with a rank group, this process must be a Dask task."""
     out = Path(plan.out)
     tmp_path = out.with_name(f".{out.name}.tmp_path")
     with raised_as(StoreError, f"{tmp_path}: cannot be created", OSError, remedy="choose another place with --out"):
@@ -186,7 +182,7 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
         except ConfigError:
             shutil.rmtree(tmp_path, ignore_errors=True)
             raise
-        result = _train_and_evaluate(plan, out, tmp_path, report, shared=shared)
+        result = _train_and_evaluate(plan, out, tmp_path, report)
         try:
             flush_and_rename(tmp_path, out)
         except OSError as error:
@@ -200,9 +196,7 @@ def _refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out} already exists; choose another folder, or remove it")
 
 
-def _train_and_evaluate(
-    plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, shared: bool
-) -> OfflineTrainingResult:
+def _train_and_evaluate(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report) -> OfflineTrainingResult:
     _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context_length
@@ -214,7 +208,7 @@ def _train_and_evaluate(
     before = _evaluate(plan, plan.config.model.path, 0, context, report)
     num_steps = plan.config.steps * plan.epochs
     num_held_out = open_store_at(plan.store_path, plan.snapshot).header.num_held_out
-    with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, num_held_out, shared=shared) as policy:
+    with repeated_steps.open_policy(plan.config, plan.run_job, num_steps, num_held_out) as policy:
         training = _Training(plan, tmp_path, policy)
         steps = list(
             repeated_steps.offline_steps(

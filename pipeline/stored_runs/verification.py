@@ -25,7 +25,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Report, open_pool, run_reporting
+from staleflow.pipeline.stored_runs.pool import Report, run_training
 from staleflow.pipeline.stored_runs.repeated_steps import (
     JobPart,
     RepeatedRange,
@@ -164,7 +164,7 @@ def verify_run(
                 if start.job and version - 1 in start.steps:  # its job trained the last step
                     part = make_job_part(start.job, version, version)
                     plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), part))
-        result = run_repetition(plan, client, report)
+        result = run_training(repeat, plan, plan.ranks, client, report)
     else:
         unverified.append(
             f"weights: {'no step can be repeated' if step_records or not findings else 'the chain is broken'}"
@@ -294,11 +294,3 @@ def _describe_plan(plan: RepetitionPlan, sample: Sequence[int], step_records: Se
     seconds = sum(step_records[step].metrics.get("train_s", 0.0) for step in steps)
     description = f"repeating {format_steps(steps)} for {format_steps(sample)}"
     return f"{description}: the run's trainer took {seconds:.0f} s for them"
-
-
-def run_repetition(plan: RepetitionPlan, client: Any, report: Report) -> RepetitionResult:
-    """Repeat steps on a worker, and on one more worker for each further rank of the job."""
-    ranks = max(part.config.training.ranks for steps_range in plan.ranges for part in steps_range.parts)
-    with open_pool(client, ranks, model=True) as pool:
-        result: RepetitionResult = run_reporting(pool, repeat, plan, report)
-        return result

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.pipeline.stored_runs.training import execute_plan, make_plan
 from staleflow.stores.trajectory import Fate
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -54,6 +53,5 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
-    with local_pool(2) as pool:
-        undisturbed = execute_plan(make_plan(folder, folder.with_name("again")), pool, lambda _: None)
+    undisturbed = execute_plan(make_plan(folder, folder.with_name("again")), None, lambda _: None)
     assert (undisturbed.steps, undisturbed.same_steps) == (5, 5)

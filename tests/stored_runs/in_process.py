@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from staleflow.pipeline.stored_runs import offline_verification, verification
-from staleflow.pipeline.stored_runs.repeated_steps import RepetitionPlan, RepetitionResult, repeat
 
 
 @pytest.fixture(autouse=True)
 def repeat_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixture for tests of a module that imports it."""
 
-    def run(plan: RepetitionPlan, client: Any, report: Any) -> RepetitionResult:
-        return repeat(plan, report)
+    def run(function: Callable[..., Any], plan: Any, ranks: int, client: Any, report: Any) -> Any:
+        return function(plan, report)
 
-    monkeypatch.setattr(verification, "run_repetition", run)
-    monkeypatch.setattr(offline_verification, "run_repetition", run)
+    monkeypatch.setattr(verification, "run_training", run)
+    monkeypatch.setattr(offline_verification, "run_training", run)

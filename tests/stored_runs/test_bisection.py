@@ -426,9 +426,7 @@ def test_training_without_rows_gives_the_weights_of_unlearning_them(stored: Path
 def opened(run_dir: Path, folder: Path, since: int = 1) -> contextlib.closing[bisection._RepeatedTraining]:
     plan, work = bisection.make_plan(run_dir, since, 3), folder / "work"
     work.mkdir()
-    return contextlib.closing(
-        bisection._RepeatedTraining(plan, VersionedStore.open(run_dir / "store"), work, shared=False)
-    )
+    return contextlib.closing(bisection._RepeatedTraining(plan, VersionedStore.open(run_dir / "store"), work))
 
 
 def test_a_part_of_the_reward_is_left_out_of_advantages(stored: Path, tmp_path: Path) -> None:
@@ -487,7 +485,7 @@ def test_a_source_is_a_change_and_each_has_its_held_out_prompts(tmp_path: Path, 
     assert result.same_weights and result.reward_at.num_prompts == 8 + 10
     (tmp_path / "work").mkdir()
     store = VersionedStore.open(folder / "store")
-    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work", shared=False)) as repeated:
+    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work")) as repeated:
         where = {change.label: change.where for change in repeated.row_changes()}
         assert where["without source letters"] == "source == 1 and step >= 0 and step < 1"
         count = repeated.num_changed_rows(Change(label="", where=where["without source letters"]))
@@ -505,7 +503,7 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
     assert [(part.start, part.stop) for part in plan.window] == [(2, 3), (3, 4)]
     (tmp_path / "work").mkdir()
     store = VersionedStore.open(folder / "store")
-    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work", shared=False)) as repeated:
+    with contextlib.closing(bisection._RepeatedTraining(plan, store, tmp_path / "work")) as repeated:
         repeated.restore_earlier_version()
         repeated.train(UNCHANGED)
         assert repeated.same_weights
@@ -522,7 +520,7 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
         changed, table, consumed & (table["step"] == 3), np.zeros(len(consumed), bool), None, former
     )
     assert (expected != table["advantage"]).any()
-    with open_policy(offline.config, offline.config, 4, store.header.num_held_out, shared=False) as policy:
+    with open_policy(offline.config, offline.config, 4, store.header.num_held_out) as policy:
         for step, positions in repeated_steps.select_consumed_rows(store, "").items():
             batch = [
                 row for row in repeated_steps.read_batch_rows(store, positions) if isinstance(row, EndedTrajectory)

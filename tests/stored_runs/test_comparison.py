@@ -17,7 +17,6 @@ from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards
 from staleflow.pipeline.stored_runs import reward_rescoring, run_facts
 from staleflow.pipeline.stored_runs.comparison import TRAINING, EvaluationFacts, RunFacts, compare
-from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import STEP_METRICS
@@ -170,8 +169,7 @@ def test_fewer_than_two_runs_are_rejected() -> None:
 
 
 def test_a_run_and_its_branch_are_compared(stored: Path) -> None:
-    with local_pool(1) as pool:
-        reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "compared", pool)
+    reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "compared", workers=1)
     comparison = staleflow.compare([staleflow.open_run(stored), f"{stored}@compared"])
     assert repr(comparison) == "<Comparison of 2 runs: job, job@compared>"
     assert [s.key for s in comparison.settings] == ["branch"]

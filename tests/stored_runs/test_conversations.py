@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +166,9 @@ def test_the_template_of_a_prompt_may_have_another_date(
     assert block.valid.tolist() == [is_scored] * 4
 
 
-def test_rows_without_a_response_are_not_among_the_responses_that_failed(tmp_path: Path) -> None:
+def test_rows_without_a_response_are_not_among_the_responses_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two rows cannot be read, and have no response; two have one."""
     stored = StoredRun(tmp_path, group=4, steps=1)
     stored.train(
@@ -185,14 +187,15 @@ def test_rows_without_a_response_are_not_among_the_responses_that_failed(tmp_pat
         def run(self, function: object, calls: object) -> list[tuple[int, reward_rescoring.ScoredBlock]]:
             return [(0, block)]
 
-    pool: Any = OneBlock()
-    result = reward_rescoring.rescore(stored.run_dir, "task", "again", pool)
+    pool = contextlib.nullcontext(OneBlock())
+    monkeypatch.setattr(reward_rescoring, "open_pool", lambda client, workers: pool)
+    result = reward_rescoring.rescore(stored.run_dir, "task", "again")
     assert (result.rows, result.scored, list(result.errors)) == (4, 2, [2, 3])
     valid[:2] = False
     with pytest.raises(
         ConfigError, match="scoring failed on all 2 responses, so nothing is stored; on trajectory 2: is"
     ):
-        reward_rescoring.rescore(stored.run_dir, "task", "other", pool)
+        reward_rescoring.rescore(stored.run_dir, "task", "other")
 
 
 def test_the_turns_of_a_record_leave_its_task_source(run: StoredRun) -> None:
@@ -219,16 +222,16 @@ def test_environment_rewards_cannot_be_recomputed(run: StoredRun, tmp_path: Path
     acting = dataclasses.replace(run.config, task=task)
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
-        reward_rescoring.check_request(run.run_dir, "task", "again")
+        reward_rescoring.rescore(run.run_dir, "task", "again")
     with pytest.raises(ConfigError, match="rewards its episodes while they are played"):
-        reward_rescoring.check_request(run.run_dir, "", "again", ('reward.parts={a={function="task"}}',))
+        reward_rescoring.rescore(run.run_dir, "", "again", ('reward.parts={a={function="task"}}',))
 
 
 def test_rewards_of_a_task_with_tools_can_be_recomputed(run: StoredRun) -> None:
     tools = dataclasses.replace(run.config.environment, tools=["calculator"])
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(dataclasses.replace(run.config, environment=tools)))
-    reward_rescoring.check_request(run.run_dir, "task", "again")
-    reward_rescoring.check_request(run.run_dir, "", "again", ("task.answer_pattern=(.)$",))
+    reward_rescoring._changed_job(run.run_dir, "task", ())
+    reward_rescoring._changed_job(run.run_dir, "", ("task.answer_pattern=(.)$",))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_rewards_of_a_task_with_tools_can_be_recomputed(run: StoredRun) -> None:
 )
 def test_another_reward_and_a_key_that_it_replaces_are_refused(run: StoredRun, tmp_path: Path, change: str) -> None:
     with pytest.raises(ConfigError, match=r"^override reward\..* replaces this key; leave one of the two out"):
-        reward_rescoring.check_request(run.run_dir, f"{tmp_path}/mine.py:last", "again", (change,))
+        reward_rescoring.rescore(run.run_dir, f"{tmp_path}/mine.py:last", "again", (change,))
 
 
 def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:

@@ -84,11 +84,11 @@ def test_a_row_without_a_result_stores_nothing(
     monkeypatch.setattr(Pool, "run", forgetful)
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
     with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
-        reward_rescoring.rescore(stored, "task", "forgotten", pool)
+        reward_rescoring.rescore(stored, "task", "forgotten", client=pool.client)
     assert "forgotten" not in VersionedStore.open(stored / "store").branches()
     monkeypatch.setattr(exporting, "PART_ROWS", 8)
     with pytest.raises(ProtocolViolation):
-        exporting.export(stored, "parquet", tmp_path / "out", pool)
+        exporting.export(stored, "parquet", tmp_path / "out", client=pool.client)
     assert not (tmp_path / "out").exists()
 
 
@@ -172,7 +172,7 @@ def test_exported_rows_equal_stored_rows(
 
     monkeypatch.setattr(exporting, "PART_ROWS", 20)  # several files
     out = tmp_path / f"out.{to}"
-    result = exporting.export(stored, to, out, pool, where="fate == 'consumed'")
+    result = exporting.export(stored, to, out, client=pool.client, where="fate == 'consumed'")
     rows = {int(r.trajectory.id): r for r in rows_of(stored, "fate == 'consumed'")}
     if to == "jsonl":
         read = [json.loads(line) for line in out.read_text().splitlines()]
@@ -199,7 +199,7 @@ def test_exported_rows_equal_stored_rows(
     if to == "hf":
         assert "path: data/train-*.parquet" in (out / "README.md").read_text()
     with pytest.raises(ConfigError, match="already exists"):
-        exporting.export(stored, to, out, pool)
+        exporting.export(stored, to, out, client=pool.client)
 
 
 def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy: Path, tmp_path: Path) -> None:
@@ -229,12 +229,14 @@ def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy:
 def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
     stored: Path, tiny_model: Path, pool: Pool
 ) -> None:
-    same = logprob_recompute.recompute(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
+    same = logprob_recompute.recompute(
+        stored, str(tiny_model), client=pool.client, where="v_max == 0 and fate == 'consumed'"
+    )
     assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
     assert all(row.max_abs_log_ratio < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
     assert all(row.ess_tokens == pytest.approx(1, abs=1e-4) for row in same.by_staleness)
     last = stored / "checkpoints" / "step-000003"
-    other = logprob_recompute.recompute(stored, str(last), pool, where="fate == 'consumed'")
+    other = logprob_recompute.recompute(stored, str(last), client=pool.client, where="fate == 'consumed'")
     assert sum(row.trajectories for row in other.by_staleness) == 48
     assert max(row.kl for row in other.by_staleness) > 100 * max(row.kl for row in same.by_staleness)
     assert all(0 < row.ess_sequences <= 1 and 0 < row.ess_tokens < 1 for row in other.by_staleness)
@@ -243,7 +245,7 @@ def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
 def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) -> None:
     """Against the formulas, with the logprobs stored on a branch."""
     last = str(stored / "checkpoints" / "step-000003")
-    result = logprob_recompute.recompute(stored, last, pool, branch="under-last")
+    result = logprob_recompute.recompute(stored, last, client=pool.client, branch="under-last")
     store = VersionedStore.open(stored / "store", branch="under-last")
     assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
     rows = [row for row in store.ended() if row.staleness == 1]
@@ -276,12 +278,12 @@ def test_responses_with_non_finite_logprobs_are_named_and_excluded(
         change_logprob(root, np.nan)
 
     edit(run_copy / "store", spoil)
-    result = logprob_recompute.recompute(run_copy, str(tiny_model), pool)
+    result = logprob_recompute.recompute(run_copy, str(tiny_model), client=pool.client)
     row = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()[5]
     assert result.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
     assert all(np.isfinite(of.kl) for of in result.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
-        logprob_recompute.recompute(run_copy, str(tiny_model), pool, branch="one")
+        logprob_recompute.recompute(run_copy, str(tiny_model), client=pool.client, branch="one")
     assert command("store", "audit", run_copy).returncode == 1
 
 
@@ -296,7 +298,7 @@ def test_offline_training_on_the_stored_batches_gives_the_weights_of_the_run(
     received: list[Mapping[str, Any]] = []
     out = tmp_path / "again"
     plan = training.make_plan(stored, out, ("task.eval_prompts=48",))
-    result = training.execute_plan(plan, pool, received.append)
+    result = training.execute_plan(plan, pool.client, received.append)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
@@ -350,7 +352,7 @@ def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -
     with local_pool(2) as two:
         changes = ("task.eval_prompts=0", "training.ranks=2")
         plan = training.make_plan(stored, tmp_path / "two", changes)
-        result = training.execute_plan(plan, two, lambda _: None)
+        result = training.execute_plan(plan, two.client, lambda _: None)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, None)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
@@ -392,11 +394,11 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
         killer = threading.Thread(target=kill_the_other, args=(two.client,))
         killer.start()
         with pytest.raises(ActorLost, match="a rank of the training was lost: "):
-            training.execute_plan(plan, two, note)
+            training.execute_plan(plan, two.client, note)
         killer.join()
     done.clear()
     with local_pool(2) as two:
-        result = training.execute_plan(plan, two, note)
+        result = training.execute_plan(plan, two.client, note)
     assert result.steps == 120
     assert 1 not in done and done[-1] == 120
 
@@ -404,11 +406,11 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
 def test_selected_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
     from staleflow.pipeline.stored_runs import reward_rescoring
 
-    reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
+    reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "for-training", client=pool.client)
     chosen = "staleness <= 1 and advantage > 0"
     changes = ("task.eval_prompts=0", "training.learning_rate=2e-3")
     plan = training.make_plan(stored, tmp_path / "out", changes, "for-training", chosen, epochs=2)
-    result = training.execute_plan(plan, pool, lambda _: None)
+    result = training.execute_plan(plan, pool.client, lambda _: None)
     rows = [r for r in rows_of(stored, chosen, "for-training") if r.staleness >= 0]
     assert 0 < len(rows) < 48
     assert (result.rows, result.same_steps, result.before) == (2 * len(rows), None, None)
@@ -503,7 +505,7 @@ def test_the_policy_of_offline_tasks_stays_on_its_device(stored: Path) -> None:
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
     config = loading.load(stored / "config.toml", ("cluster.layout=turns",))
-    with repeated_steps.open_policy(config, config, 1, 0, shared=False) as policy:
+    with repeated_steps.open_policy(config, config, 1, 0) as policy:
         assert isinstance(policy, PolicyTrainer) and not policy.settings.shares_device
 
 
@@ -616,7 +618,7 @@ def test_a_concurrent_export_is_kept(
     store_open = VersionedStore.open
     monkeypatch.setattr(VersionedStore, "open", opened)
     with pytest.raises(ConfigError, match=r"out\.\w+ already exists"):
-        exporting.export(run_copy, to, out, pool)
+        exporting.export(run_copy, to, out, client=pool.client)
     assert out.read_text() == "the other's"
     assert not list(tmp_path.glob(".out.*"))
 

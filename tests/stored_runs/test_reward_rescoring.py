@@ -17,7 +17,6 @@ import pytest
 
 from staleflow.pipeline.stored_runs import reward_rescoring
 from staleflow.pipeline.stored_runs.branch_diff import compare_branches
-from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.repository import repository_at
@@ -75,8 +74,7 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
 
 
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(stored: Path) -> None:
-    with local_pool(2) as pool:
-        result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
+    result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", workers=2)
     assert 0 < len(result.errors) < result.scored
     rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
@@ -96,8 +94,7 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
     scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
     right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
-    with local_pool(1) as pool:
-        reward_rescoring.rescore(stored, f"{mine}:length", "lengths", pool)
+    reward_rescoring.rescore(stored, f"{mine}:length", "lengths", workers=1)
     lengths = {
         r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
     }
@@ -123,8 +120,7 @@ def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[st
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
-    with local_pool(1) as pool:
-        reward_rescoring.rescore(stored, "task", "again", pool)
+    reward_rescoring.rescore(stored, "task", "again", workers=1)
     first, second = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
     consumed = first["staleness"] >= 0
     np.testing.assert_array_equal(first["reward"][consumed], second["reward"][consumed])
@@ -161,8 +157,7 @@ def test_a_killed_rescoring_leaves_no_branch(stored: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="no branch 'part-0123'"):
         VersionedStore.open(run / "store", branch="part-0123")
     check(run, 3)
-    with local_pool(1) as pool:
-        reward_rescoring.rescore(run, "task", "killed", pool)
+    reward_rescoring.rescore(run, "task", "killed", workers=1)
     assert repository_at(run / "store").list_branches() == {*before, "killed"}
 
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from distributed import Client
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
 from staleflow.pipeline.stored_runs import pool as pools
-from staleflow.pipeline.stored_runs.pool import Pool
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
@@ -319,19 +319,19 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def threaded_pool() -> Iterator[Pool]:
+def threaded_client() -> Iterator[Client]:
     """One worker process with four threads, as `dask worker --nthreads 4` starts it."""
-    from distributed import Client, LocalCluster
+    from distributed import LocalCluster
 
     with (
         LocalCluster(n_workers=1, threads_per_worker=4, memory_limit=0, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
-        yield Pool(client, shared=False)
+        yield client
 
 
 def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
-    large_run: Path, rewards: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, rewards: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -351,22 +351,22 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
     for branch in ("once", "twice"):
-        reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, threaded_pool)
+        reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, client=threaded_client)
         rows = VersionedStore.open(large_run / "store", branch=branch).ended()
         assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
     # Another reward, while the threads hold the scorers of the first.
-    reward_rescoring.rescore(large_run, f"{rewards}:one", "one", threaded_pool)
+    reward_rescoring.rescore(large_run, f"{rewards}:one", "one", client=threaded_client)
     rows = VersionedStore.open(large_run / "store", branch="one").ended()
     assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
 
 
 def test_logprobs_of_several_threads_equal_those_of_one(
-    large_run: Path, tiny_model: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, tiny_model: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
     monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
-    logprob_recompute.recompute(large_run, str(tiny_model), threaded_pool, branch="read")
+    logprob_recompute.recompute(large_run, str(tiny_model), client=threaded_client, branch="read")
     config = loading.load(large_run / "config.toml")
     store = VersionedStore.open(large_run / "store", branch="read")
     rows = list(store.ended())
@@ -375,7 +375,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
         result = store.recomputed_logprobs(row.trajectory.id)
         assert result is not None
         np.testing.assert_allclose(result, logprobs, atol=1e-5)
-    assert list(threaded_pool.client.run(_num_logprob_models).values()) == [1]
+    assert list(threaded_client.run(_num_logprob_models).values()) == [1]
 
 
 def _num_logprob_models() -> int:
@@ -388,11 +388,11 @@ def _num_logprob_models() -> int:
 
 
 def test_an_export_by_several_threads_equals_that_of_one(
-    large_run: Path, tmp_path: Path, threaded_pool: Pool, monkeypatch: pytest.MonkeyPatch
+    large_run: Path, tmp_path: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PART_ROWS", 16)
     monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
-    exporting.export(large_run, "jsonl", tmp_path / "threads.jsonl", threaded_pool)
+    exporting.export(large_run, "jsonl", tmp_path / "threads.jsonl", client=threaded_client)
     store = VersionedStore.open(large_run / "store")
     part = tmp_path / "one.jsonl"
     exporting.write_part("jsonl", str(large_run), str(store.path), store.snapshot, np.arange(ROWS), str(part))
