@@ -24,7 +24,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import execute
-from staleflow.pipeline.profiling.latencies import measure_latencies
+from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.pipeline.simulator.analysis import SimulationStats, Trace, compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -83,7 +83,10 @@ def emulated(quick: bool) -> None:
     """Latencies of this machine from a short run with one seed; a longer run with another seed is then foretold."""
     short = loading.load(DEMO, ("name=reality-latencies", *EMULATED, f"steps={2 if quick else 12}", "seed=1"))
     real(short)
-    measured = measure_latencies(journal.JournalReader(short.run_dir / "events.jsonl"))
+    tracker = LatencyTracker()
+    for entry in journal.JournalReader(short.run_dir / "events.jsonl"):
+        tracker.observe(entry.now, entry.event, entry.commands)
+    measured = tracker.means
     print("measured in a shorter run with another seed:", {k: round(v, 4) for k, v in measured.items()})
     config = loading.load(DEMO, ("name=reality-emulated", *EMULATED, *(("steps=3",) if quick else ())))
     foretold = simulated(with_latencies(config, measured))

@@ -24,9 +24,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, find_slow_instances, sum_steps
-from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.engines.engine_settings import Speculation
 
 SMALL_SHARE = 0.1
 """Share of the time that the trainer may wait before a change is advised: about the cost of single long responses."""
@@ -56,34 +54,28 @@ class Cause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSizes:
-    """The sizes of a job that determine its speed.
+    """A job, and what determines the speed of its instances.
 
     Args:
-        eta: Number of versions that work may lag behind under its admission rule.
-        trajectories: Trajectories per training step.
-        hosts, concurrency: Settings of environments.
         cost_model: Cost model of a decode step.
         acceptance: Acceptance rate of draft tokens.
         is_fitted: Whether `cost_model` was fitted to this run; otherwise only ratios of its times are used.
     """
 
-    eta: int
-    admission: Admission
-    trajectories: int
-    instances: int
-    max_running: int
-    kv_tokens: int
-    hosts: int
-    concurrency: int
+    config: RunConfig
     cost_model: CostModel
-    speculation: Speculation
     acceptance: float
     is_fitted: bool = False
+
+    @property
+    def eta(self) -> int:
+        """Number of versions that work may lag behind under its admission rule."""
+        return max_versions_behind(self.config)
 
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = cost_at(self.cost_model, self.speculation, self.acceptance, num_running)
+        cost = cost_at(self.cost_model, self.config.rollout.engine.speculation, self.acceptance, num_running)
         return cost.mean_step_s(running, kv_tokens)
 
 
@@ -97,20 +89,11 @@ def compute_sizes(
 ) -> JobSizes:
     """Build the `JobSizes` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
     statistics of that run."""
-    staleness, engine = config.staleness, config.rollout.engine
     draft_stats = draft_stats or DraftStats()
     acceptance = draft_stats.acceptance
     return JobSizes(
-        eta=max_versions_behind(config),
-        admission=staleness.admission,
-        trajectories=config.oversampled_groups * config.oversampled_group_size,
-        instances=config.rollout.instances,
-        max_running=engine.max_running,
-        kv_tokens=engine.kv_tokens,
-        hosts=config.environment.hosts,
-        concurrency=config.environment.concurrency,
+        config=config,
         cost_model=config.rollout.cost if fit is None else draft_stats.cost_model(fit.model),
-        speculation=engine.speculation,
         acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
         is_fitted=fit is not None,
     )
@@ -152,7 +135,7 @@ def diagnose(times: StepTimes, sizes: JobSizes) -> Diagnosis | None:
         return None
     share = times.waiting.total_s / times.total_s
     if share < SMALL_SHARE:
-        return _diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.instances)
+        return _diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.config.rollout.instances)
     return _diagnose_waiting(times, sizes, share)
 
 
@@ -162,7 +145,7 @@ def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
 
 
 def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagnosis:
-    diagnosis = partial(Diagnosis, share=share)
+    diagnosis, rollout = partial(Diagnosis, share=share), sizes.config.rollout
     waiting_times, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting_times.share(waiting_times.scoring_s) >= MAIN_SHARE:
         return diagnosis(
@@ -188,24 +171,25 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             advice="take larger steps (batch.groups_per_step), publish bfloat16 instead of float32 (model.dtype), or "
             "use a faster network if there are several hosts",
         )
-    runs = f"instances run {waiting_times.running:.0f} of {sizes.max_running}"
+    runs = f"instances run {waiting_times.running:.0f} of {rollout.engine.max_running}"
     if waiting_times.share(waiting_times.out_of_memory_s) >= MAIN_SHARE:
         return diagnosis(
             cause=Cause.KV_MEMORY,
             finding=f"{waits}, and KV memory is full ({runs})",
-            advice=f"raise rollout.engine.kv_tokens above {sizes.kv_tokens}",
-            change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
+            advice=f"raise rollout.engine.kv_tokens above {rollout.engine.kv_tokens}",
+            change=(("rollout.engine.kv_tokens", 2 * rollout.engine.kv_tokens),),
         )
     instance_gain, version_gain = compute_sampling_gains(waiting_times, sizes)
-    if instance_gain >= version_gain or not sizes.admission.keeps_bound:
+    admission = sizes.config.staleness.admission
+    if instance_gain >= version_gain or not admission.keeps_bound:
         return diagnosis(
             cause=Cause.FEW_INSTANCES,
             finding=f"{waits} for responses ({runs})",
-            advice=f"add an instance (rollout.instances = {sizes.instances + 1})",
-            change=(("rollout.instances", sizes.instances + 1),),
+            advice=f"add an instance (rollout.instances = {rollout.instances + 1})",
+            change=(("rollout.instances", rollout.instances + 1),),
         )
     finding = f"{waits} for the longest responses, and instances have room ({runs})"
-    if not sizes.admission.starts_all_reservable:
+    if not admission.starts_all_reservable:
         change: tuple[tuple[str, float | str], ...] = (("staleness.admission", "staleflow"),)
         return diagnosis(cause=Cause.BOUND, finding=finding, advice='staleness.admission = "staleflow"', change=change)
     return diagnosis(
@@ -218,19 +202,20 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
 
 def _diagnose_environment(waiting_times: PeriodTimes, sizes: JobSizes, share: float) -> Diagnosis:
     """Diagnose a run whose trainer waits for environments: for their steps, or for free slots on their hosts."""
-    num_slots = sizes.hosts * sizes.concurrency
+    environment = sizes.config.environment
+    num_slots = environment.hosts * environment.concurrency
     waits = (
         f"the trainer waits {share:.0%} of the time, {waiting_times.share(waiting_times.environment_s):.0%} of that for"
     )
     if waiting_times.num_in_environment > (1 + SMALL_SHARE) * num_slots:
-        needed_slots = math.ceil(waiting_times.num_in_environment / sizes.hosts)
+        needed_slots = math.ceil(waiting_times.num_in_environment / environment.hosts)
         return Diagnosis(
             cause=Cause.ENVIRONMENT_SLOTS,
             share=share,
             finding=f"{waits} slots on environment hosts ({waiting_times.num_in_environment:.0f} needed, "
             f"of {num_slots})",
             advice=f"raise environment.concurrency to {needed_slots} while the hosts' machines have room, or "
-            f"environment.hosts above {sizes.hosts}",
+            f"environment.hosts above {environment.hosts}",
             change=(("environment.concurrency", needed_slots),),
         )
     return Diagnosis(
@@ -264,7 +249,7 @@ def _diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diag
 
 def compute_sampling_gains(waiting_times: PeriodTimes, sizes: JobSizes) -> tuple[float, float]:
     """Factors on the sampling rate: of one more instance, and of one more version of staleness."""
-    num_instances, running = sizes.instances, max(waiting_times.running, 1e-9)
+    num_instances, running = sizes.config.rollout.instances, max(waiting_times.running, 1e-9)
     kv_tokens_each = waiting_times.kv_tokens / running
 
     def step_s(n: float) -> float:
@@ -280,22 +265,18 @@ def compute_sampling_gains(waiting_times: PeriodTimes, sizes: JobSizes) -> tuple
 def num_instances_needed(times: StepTimes, sizes: JobSizes) -> int:
     """Minimum number of instances that sample as much as was trained on, if each is as full as its limits and the bound
     allow."""
+    config, engine = sizes.config, sizes.config.rollout.engine
     trajectory_seconds = times.waiting.trajectory_seconds + times.training.trajectory_seconds
-    kv_tokens_each = (
-        (times.waiting.kv_token_seconds + times.training.kv_token_seconds) / trajectory_seconds
-        if trajectory_seconds
-        else 0.0
-    )
-    max_running = (
-        min(sizes.max_running, sizes.kv_tokens / kv_tokens_each) if kv_tokens_each else float(sizes.max_running)
-    )
+    kv_token_seconds = times.waiting.kv_token_seconds + times.training.kv_token_seconds
+    kv_tokens_each = kv_token_seconds / trajectory_seconds if trajectory_seconds else 0.0
+    max_running = min(engine.max_running, engine.kv_tokens / kv_tokens_each if kv_tokens_each else math.inf)
     measured_s = sum(s.measured_s for s in times.speeds.values())
     expected_s = sum(s.expected_s for s in times.speeds.values())
     slowdown = measured_s / expected_s if expected_s and not sizes.is_fitted else 1.0
-    in_flight = (sizes.eta + 1) * sizes.trajectories
-    for count in range(1, sizes.instances):
+    in_flight = (sizes.eta + 1) * config.oversampled_groups * config.oversampled_group_size
+    for count in range(1, config.rollout.instances):
         n = max(1.0, min(max_running, in_flight / count))
         step_s = sizes.token_s(n, n * kv_tokens_each) * slowdown
         if count * n / step_s * times.total_s >= SAFETY_FACTOR * times.tokens:
             return count
-    return sizes.instances
+    return config.rollout.instances

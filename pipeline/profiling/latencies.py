@@ -7,7 +7,6 @@ from collections.abc import Container, Hashable, Iterable, Iterator
 
 from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Pull, Score, StepEnvironment, Train
-from staleflow.pipeline.coordination.journal import JournalEntry
 
 MIN_WARM_LATENCIES = 3
 """Number of latencies after the first training step that suffice to ignore earlier ones, when processes warm up."""
@@ -19,11 +18,10 @@ class LatencyTracker:
 
     def __init__(self) -> None:
         self._pending_commands: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
-        self._warmup: dict[str, list[float]] = {}
-        self._sums: dict[str, tuple[int, float]] = {}
+        self._sums: dict[tuple[str, bool], tuple[int, float]] = {}
+        """(count, sum in seconds) by setting, and by whether processes were warm."""
         self._is_warm = False
         self._last_tick_s: float | None = None
-        self._tick_intervals: tuple[int, float] = (0, 0.0)  # (count, sum in seconds)
 
     def observe(self, now: float, event: events.Event, commands: Iterable[Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
@@ -34,17 +32,11 @@ class LatencyTracker:
         if key in self._pending_commands:
             issued_s, is_warm = self._pending_commands.pop(key)
             environment_s = _environment_s(event) if key[0] == "act" else 0.0
-            if environment_s is None:  # without the environment's own time the overhead is unknown
-                pass
-            elif is_warm:
-                count, seconds = self._sums.get(setting, (0, 0.0))
-                self._sums[setting] = count + 1, seconds + max(0.0, now - issued_s - environment_s)
-            else:
-                self._warmup.setdefault(setting, []).append(max(0.0, now - issued_s - environment_s))
+            if environment_s is not None:  # without the environment's own time the overhead is unknown
+                self._add(setting, max(0.0, now - issued_s - environment_s), is_warm=is_warm)
         if isinstance(event, events.Tick):
             if self._last_tick_s is not None:
-                count, seconds = self._tick_intervals
-                self._tick_intervals = count + 1, seconds + now - self._last_tick_s
+                self._add("report_s", now - self._last_tick_s, is_warm=True)
             self._last_tick_s = now
         self._is_warm = self._is_warm or isinstance(event, events.VersionPublished)
         self._pending_commands.update(dict.fromkeys(_command_keys(commands), (now, self._is_warm)))
@@ -54,26 +46,17 @@ class LatencyTracker:
         """Mean seconds by the name of the setting in [simulation], for latencies that occurred. Means rather than
         medians, because a run also waits for slow ones."""
         means = {}
-        count, seconds = self._tick_intervals
-        if seconds > 0:
-            means["report_s"] = seconds / count
-        for setting in sorted({*self._warmup, *self._sums}):
-            count, seconds = self._sums.get(setting, (0, 0.0))
-            warmup_seconds = self._warmup.get(setting, [])
-            means[setting] = (
-                seconds / count
-                if count >= MIN_WARM_LATENCIES
-                else (seconds + sum(warmup_seconds)) / (count + len(warmup_seconds))
-            )
+        for setting in sorted({setting for setting, _ in self._sums}):
+            count, seconds = self._sums.get((setting, True), (0, 0.0))
+            if count < MIN_WARM_LATENCIES:
+                warmup_count, warmup_seconds = self._sums.get((setting, False), (0, 0.0))
+                count, seconds = count + warmup_count, seconds + warmup_seconds
+            means[setting] = seconds / count
         return means
 
-
-def measure_latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
-    """Measure the latencies of a recorded run; see `LatencyTracker.means`."""
-    tracker = LatencyTracker()
-    for entry in entries:
-        tracker.observe(entry.now, entry.event, entry.commands)
-    return tracker.means
+    def _add(self, setting: str, seconds: float, *, is_warm: bool) -> None:
+        count, total_s = self._sums.get((setting, is_warm), (0, 0.0))
+        self._sums[setting, is_warm] = count + 1, total_s + seconds
 
 
 def _environment_s(event: events.Event) -> float | None:

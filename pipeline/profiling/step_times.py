@@ -157,11 +157,9 @@ FULL_MEMORY_SHARE = 0.85
 
 @dataclass(slots=True)
 class RunningTrajectory:
-    """A trajectory on an instance, with the time of its routing and the instance's sums at that time; see
-    `TrackedInstance`."""
+    """A trajectory on an instance."""
 
     route_number: int
-    routed_s: float
     tokens_at_route: int
     delivered_tokens: int
     """Tokens that it keeps if its instance is lost."""
@@ -170,19 +168,19 @@ class RunningTrajectory:
     steps: float
     """Decode steps of its instance at that report."""
     prompt_tokens: int
-    trajectory_seconds: float
-    kv_token_seconds: float
-    pull_s: float
-    prefilled_tokens: float
+    sums_at_route: InstanceSums
+    """Those of its instance when it was routed."""
 
 
-class ReportSums(NamedTuple):
-    """Sums of an instance at the time of a report, see `TrackedInstance`."""
+class InstanceSums(NamedTuple):
+    """Sums of an instance up to a time, or between two times; see `TrackedInstance`."""
 
-    updated_s: float
+    elapsed_s: float
+    """The time, or the seconds between the two."""
     num_pulls: int
     trajectory_seconds: float
     kv_token_seconds: float
+    pull_s: float
     prefilled_tokens: float
 
 
@@ -195,7 +193,8 @@ class TrackedInstance:
     kv_capacity: int
     max_running: int
     updated_s: float
-    last_report: ReportSums | None = None
+    sums_at_report: InstanceSums | None = None
+    """Those at the latest report; None before the first."""
     running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf
@@ -217,6 +216,18 @@ class TrackedInstance:
         self.pull_s += passed_s * self.is_pulling
         self.steps += steps
         self.kv_tokens += new_tokens
+
+    @property
+    def sums(self) -> InstanceSums:
+        """The sums up to `updated_s`."""
+        return InstanceSums(
+            self.updated_s, self.num_pulls, self.trajectory_seconds, self.kv_token_seconds, self.pull_s,
+            self.prefilled_tokens,
+        )  # fmt: skip
+
+    def sums_since(self, before: InstanceSums) -> InstanceSums:
+        """The sums between an earlier time and `updated_s`."""
+        return InstanceSums._make(now - then for now, then in zip(self.sums, before, strict=True))
 
     def estimate_tokens(self, trajectory: RunningTrajectory) -> float:
         """Estimate the response tokens of a running trajectory at `updated_s`."""

@@ -17,7 +17,6 @@ from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, St
 from staleflow.pipeline.profiling.step_times import (
     FleetCounts,
     InstanceSpeed,
-    ReportSums,
     RunningTrajectory,
     StepTimes,
     TrackedInstance,
@@ -52,20 +51,7 @@ class TimeTracker:
         self._cost_model = cost_model
         self._on_pull = on_pull
         self._group_size = group_size
-        self._now = 0.0
-        self._training = False
-        self._instances: dict[InstanceId, TrackedInstance] = {}
-        self._fleet_counts = FleetCounts()
-        self._prompt_tokens: dict[GroupId, int] = {}
-        self._num_live: dict[GroupId, int] = {}  # trajectories of a group that have not been discarded
-        self._tokens: dict[TrajectoryId, int] = {}  # of live trajectories that are on no instance
-        self._instance_of: dict[TrajectoryId, TrackedInstance] = {}
-        self._queued: set[TrajectoryId] = set()
-        self._scoring: set[TrajectoryId] = set()
-        self._in_environment: dict[TrajectoryId, int] = {}  # and their route number
-        # (instance, its number of pulls then, cached tokens) of each trajectory's latest turn.
-        self._cached_turns: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
-        self._step = StepTimes()
+        self._reset_in_flight(0.0)
         self._samples = StepSamples()
         self.finished_steps: list[StepTimes] = []
         self.latency_tracker = LatencyTracker()
@@ -87,20 +73,19 @@ class TimeTracker:
         self._now = now
 
     def _reset_in_flight(self, now: float) -> None:
-        """Clear the in-flight state of a killed run, when it is resumed."""
+        """Begin without anything in flight: at first, and when a killed run is resumed."""
         self._now, self._training = now, False
-        self._instances, self._fleet_counts = {}, FleetCounts()
-        for collection in (
-            self._prompt_tokens,
-            self._num_live,
-            self._tokens,
-            self._instance_of,
-            self._queued,
-            self._scoring,
-            self._in_environment,
-            self._cached_turns,
-        ):
-            collection.clear()
+        self._instances: dict[InstanceId, TrackedInstance] = {}
+        self._fleet_counts = FleetCounts()
+        self._prompt_tokens: dict[GroupId, int] = {}
+        self._num_live: dict[GroupId, int] = {}  # trajectories of a group that have not been discarded
+        self._tokens: dict[TrajectoryId, int] = {}  # of live trajectories that are on no instance
+        self._instance_of: dict[TrajectoryId, TrackedInstance] = {}
+        self._queued: set[TrajectoryId] = set()
+        self._scoring: set[TrajectoryId] = set()
+        self._in_environment: dict[TrajectoryId, int] = {}  # and their route number
+        # (instance, its number of pulls then, cached tokens) of each trajectory's latest turn.
+        self._cached_turns: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
         self._step = StepTimes()
 
     def fit(self) -> CostModelFit | None:
@@ -295,10 +280,8 @@ class TimeTracker:
         tokens = self._tokens.pop(command.trajectory, 0)
         prompt_tokens = self._prompt_tokens.get(GroupId(command.trajectory // self._group_size), 0)
         instance.running[command.trajectory] = RunningTrajectory(
-            route_number=command.route_number, routed_s=self._now, tokens_at_route=tokens, delivered_tokens=tokens,
-            tokens=tokens, steps=instance.steps, prompt_tokens=prompt_tokens,
-            trajectory_seconds=instance.trajectory_seconds, kv_token_seconds=instance.kv_token_seconds,
-            pull_s=instance.pull_s, prefilled_tokens=instance.prefilled_tokens,
+            route_number=command.route_number, tokens_at_route=tokens, delivered_tokens=tokens, tokens=tokens,
+            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=instance.sums,
         )  # fmt: skip
         instance.kv_tokens += prompt_tokens + tokens
         cached_instance, num_pulls, cached_tokens = self._cached_turns.get(command.trajectory, ("", 0, 0))
@@ -341,8 +324,8 @@ class TimeTracker:
         tokens = event.tokens - state.tokens_at_route
         steps = max(1, tokens - event.accepted_tokens)
         self._sampled_draft_stats.add_steps(steps, event.drafted_tokens, event.accepted_tokens)
-        elapsed_s = self._now - state.routed_s
-        seconds = elapsed_s - (instance.pull_s - state.pull_s)
+        passed = instance.sums_since(state.sums_at_route)
+        seconds = passed.elapsed_s - passed.pull_s
         self._step.tokens += 0 if for_evaluation else tokens
         if seconds <= 0:
             return
@@ -352,10 +335,7 @@ class TimeTracker:
             if instance.token_s == math.inf
             else instance.token_s + TOKEN_S_WEIGHT * (token_s - instance.token_s)
         )
-        running, kv_tokens = (
-            (instance.trajectory_seconds - state.trajectory_seconds) / elapsed_s,
-            (instance.kv_token_seconds - state.kv_token_seconds) / elapsed_s,
-        )
+        running, kv_tokens = passed.trajectory_seconds / passed.elapsed_s, passed.kv_token_seconds / passed.elapsed_s
         computed_tokens = running * (
             1.0 + self._cost_model.verify_share * event.drafted_tokens / steps
         )  # assumes that the other requests have equally long drafts
@@ -363,9 +343,8 @@ class TimeTracker:
         speed.measured_s += seconds
         speed.expected_s += self._cost_model.mean_step_s(computed_tokens, kv_tokens) * steps
         speed.num_responses += 1
-        prefilled_tokens = instance.prefilled_tokens - state.prefilled_tokens
         self._samples.add_response(
-            StepSample(computed_tokens, kv_tokens, seconds, steps, prefilled_tokens, instance.name)
+            StepSample(computed_tokens, kv_tokens, seconds, steps, passed.prefilled_tokens, instance.name)
         )
 
     def _apply_report(self, event: events.InstanceReported) -> None:
@@ -389,43 +368,21 @@ class TimeTracker:
 
     def _add_step_sample(self, instance: TrackedInstance, stats: events.DecodeStats) -> None:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
-        sums = ReportSums(
-            self._now,
-            instance.num_pulls,
-            instance.trajectory_seconds,
-            instance.kv_token_seconds,
-            instance.prefilled_tokens,
-        )
-        previous, instance.last_report = instance.last_report, sums
-        if previous is None:
+        previous_sums, instance.sums_at_report = instance.sums_at_report, instance.sums
+        if previous_sums is None:
             return
+        passed = instance.sums_since(previous_sums)
         if stats.drafts:
             self._reported_draft_stats.add_steps(
                 stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens
             )
-        elapsed_s, sampled_tokens = sums.updated_s - previous.updated_s, stats.tokens - stats.accepted_tokens
-        trajectory_seconds, kv_token_seconds = (
-            sums.trajectory_seconds - previous.trajectory_seconds,
-            sums.kv_token_seconds - previous.kv_token_seconds,
-        )
-        if (
-            previous.num_pulls != sums.num_pulls
-            or instance.is_pulling
-            or stats.seconds < MIN_BUSY_SHARE * elapsed_s
-            or not elapsed_s
-        ):
+        elapsed_s, sampled_tokens = passed.elapsed_s, stats.tokens - stats.accepted_tokens
+        if passed.num_pulls or instance.is_pulling or stats.seconds < MIN_BUSY_SHARE * elapsed_s or not elapsed_s:
             return
-        running = trajectory_seconds / elapsed_s
+        running = passed.trajectory_seconds / elapsed_s
         if sampled_tokens >= MIN_STEPS * running > 0:
             computed_tokens = running * (1.0 + self._cost_model.verify_share * stats.drafted_tokens / sampled_tokens)
-            prefilled_tokens = sums.prefilled_tokens - previous.prefilled_tokens
+            kv_tokens, steps = passed.kv_token_seconds / elapsed_s, sampled_tokens / running
             self._samples.add_report(
-                StepSample(
-                    computed_tokens,
-                    kv_token_seconds / elapsed_s,
-                    stats.seconds,
-                    sampled_tokens / running,
-                    prefilled_tokens,
-                    instance.name,
-                )
+                StepSample(computed_tokens, kv_tokens, stats.seconds, steps, passed.prefilled_tokens, instance.name)
             )
