@@ -6,7 +6,7 @@ import itertools
 
 import click
 
-from staleflow.cli.stored import print_json, quiet_libraries
+from staleflow.cli.stored import print_json, print_table, quiet_libraries
 
 
 @click.command("compare")
@@ -20,10 +20,6 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     on the same prompts. `staleflow view RUN OTHER` shows two runs in the browser.
     """
     quiet_libraries()
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     from staleflow.pipeline.api.stored_run import compare
     from staleflow.pipeline.stored_runs.comparison import make_curve_tables, make_result_tables
     from staleflow.stores.printable import printable
@@ -35,16 +31,10 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     for job, names in comparison.jobs.items():
         if len(names) > 1:
             click.echo(printable(f"{job}: {', '.join(names)}"))
-    console = Console() if Console().is_terminal else Console(width=180)
     for table in itertools.chain(make_curve_tables(comparison), make_result_tables(comparison)):
         if table.rows:
-            rich_table = RichTable(box=None, pad_edge=False)
-            for number, column in enumerate(table.columns):
-                rich_table.add_column(Text(printable(column)), justify="right" if number else "left")
-            for row in table.rows:
-                rich_table.add_row(*(Text(printable(cell)) for cell in row))
             click.echo(f"\n{printable(table.title)}")
-            console.print(rich_table)
+            print_table(table.columns, table.rows)
     for use in comparison.times:
         for run, line in use.diagnosis.items():
             click.echo(printable(f"{run}: {line}"))

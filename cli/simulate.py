@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from staleflow.cli.stored import print_table
+
 if TYPE_CHECKING:
     from staleflow.pipeline.api.job_loading import Job
     from staleflow.pipeline.profiling.run_profile import Profile
@@ -73,7 +75,7 @@ def simulate(
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
         return
-    print_table([(result.label, result.stats) for result in results])
+    print_results([(result.label, result.stats) for result in results])
     if explain:
         for result in results:
             click.echo(f"\n{result.label}")
@@ -98,25 +100,11 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
     return values_by_key
 
 
-def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "",
-        "tokens/s",
-        "ratio",
-        "s/step",
-        "of roofline",
-        "trainer idle",
-        "rollout idle",
-        "staleness 0, 1, ...",
-    ):
-        table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
-    table.add_column("dropped")
-    table.add_column("recomputed", justify="right")
+def print_results(rows: list[tuple[str, SimulationStats]]) -> None:
+    """Print a table with a row for each variant; ratios are to the first."""
+    figures = ["tokens/s", "ratio", "s/step", "of roofline", "trainer idle", "rollout idle"]
+    columns = ["", *figures, "staleness 0, 1, ...", "dropped", "recomputed"]
+    cells = []
     baseline_tokens_per_s = rows[0][1].steady_tokens_per_s
     for label, stats in rows:
         total = sum(stats.staleness.values()) or 1
@@ -124,8 +112,8 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
         reasons = {r.partition(":")[2]: n for r, n in stats.endings.items() if r != "consumed" and "run_ended" not in r}
         discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
-        table.add_row(
-            Text(label),
+        row = (
+            label,
             f"{stats.steady_tokens_per_s:,.0f}",
             f"{stats.steady_tokens_per_s / baseline_tokens_per_s:.2f}",
             f"{stats.step_s:.1f}",
@@ -136,8 +124,8 @@ def print_table(rows: list[tuple[str, SimulationStats]]) -> None:
             discarded,
             f"{stats.reprefilled_tokens / 1e6:.1f} M",
         )
-    console = Console()
-    (console if console.is_terminal else Console(width=180)).print(table)
+        cells.append(row)
+    print_table(columns, cells, left=(0, 7, 8))
 
 
 @click.command("plan")

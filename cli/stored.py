@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -70,6 +70,22 @@ def quiet_libraries() -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON; dataclasses become objects."""
     click.echo(json.dumps(value, indent=2, default=dataclasses.asdict))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Container[int] = (0,)) -> None:
+    """Print a table of text. left: numbers of the columns that are aligned to the left."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from staleflow.stores.printable import printable
+
+    console, table = Console(), Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(Text(printable(column)), justify="left" if number in left else "right")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    (console if console.is_terminal else Console(width=180)).print(table)
 
 
 def announce(line: str) -> None:

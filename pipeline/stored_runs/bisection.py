@@ -32,7 +32,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import reward_rescoring, unlearning, verification
-from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, P_LIMIT, Rewards, SearchResult, Trial, search
+from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, P_LIMIT, Rewards, SearchResult, search
 from staleflow.pipeline.stored_runs.pool import Report, open_store_at
 from staleflow.pipeline.stored_runs.repeated_steps import JobPart, open_policy, read_batch_rows, train_step
 from staleflow.pipeline.stored_runs.run_files import format_steps
@@ -53,10 +53,11 @@ from staleflow.stores.reward_statistics import (
     estimate,
     paired_difference,
 )
+from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
+from staleflow.stores.trajectory import EndedTrajectory, Fate, PolicyVersion
 from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
@@ -77,9 +78,9 @@ WINDOW_COLUMNS = (
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bisection:
-    """The result of a bisection."""
+@dataclass(slots=True, kw_only=True)
+class Bisection(SearchResult):
+    """The result of a bisection: that of the search, and what was compared."""
 
     run: str
     """The run's folder."""
@@ -97,20 +98,6 @@ class Bisection:
     """Later minus earlier reward, over the prompts; None for too few prompts."""
     same_weights: bool
     """Whether the unchanged training gives the weights that the run published, bit for bit."""
-    trials: tuple[Trial, ...] = ()
-    """All changes that were tried, in order."""
-    controls: tuple[Trial, ...] = ()
-    """Trainings without random groups, of all pairs that were to confirm a change."""
-    repeats: tuple[Trial, ...] = ()
-    """The other trainings of these pairs, with the change."""
-    confirmed: PairedDifference | None = None
-    """Repeats minus controls, over the prompts; None if no change was confirmed."""
-    cause: Trial | None = None
-    """Of the changes that prevent the drop and were confirmed, the one of the fewest rows."""
-    reason: str = ""
-    """Why there is no cause; empty if there is one."""
-    is_limited: bool = False
-    """Whether the limit of trainings ended the search."""
     elapsed_s: float = 0.0
     page: str = ""
     """File of the page that shows it."""
@@ -219,20 +206,11 @@ def bisect(plan: BisectionPlan, report: Report) -> Bisection:
         rewards_before, trained_s = training.evaluate(plan.former, plan.since), time.monotonic()
         unchanged = training.train(UNCHANGED)
         trained_s = time.monotonic() - trained_s
-        result = Bisection(
-            run=plan.run_dir,
-            metric=plan.metric,
-            since=plan.since,
-            at=plan.at,
-            reward_since=estimate(list(rewards_before.values())),
-            reward_at=estimate(list(unchanged.values())),
-            reward_change=paired_difference(rewards_before, unchanged),
-            same_weights=training.same_weights,
-        )
+        reward_change = paired_difference(rewards_before, unchanged)
         outcome = SearchResult()
-        if result.reward_change is None:
+        if reward_change is None:
             outcome.reason = f"fewer than {MIN_PROMPTS} held-out prompts were scored"
-        elif result.reward_change.mean >= 0 or result.reward_change.p >= P_LIMIT:
+        elif reward_change.mean >= 0 or reward_change.p >= P_LIMIT:
             outcome.reason = f"the {plan.metric} is not significantly lower at version {plan.at} than at {plan.since}"
         else:
             candidates = [*training.setting_changes(), *training.row_changes()]
@@ -243,16 +221,17 @@ def bisect(plan: BisectionPlan, report: Report) -> Bisection:
                 training.table, plan.since, plan.at, candidates, training, rewards_before, unchanged,
                 lambda line: report({"say": line}),
             )  # fmt: skip
-    return dataclasses.replace(
-        result,
-        trials=tuple(outcome.trials),
-        controls=tuple(outcome.controls),
-        repeats=tuple(outcome.repeats),
-        confirmed=outcome.confirmed,
-        cause=outcome.cause,
-        reason=outcome.reason,
-        is_limited=outcome.is_limited,
+    return Bisection(
+        run=plan.run_dir,
+        metric=plan.metric,
+        since=plan.since,
+        at=plan.at,
+        reward_since=estimate(list(rewards_before.values())),
+        reward_at=estimate(list(unchanged.values())),
+        reward_change=reward_change,
+        same_weights=training.same_weights,
         elapsed_s=time.monotonic() - started_s,
+        **{field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)},
     )
 
 
@@ -265,7 +244,7 @@ class _RepeatedTraining:
         self._context = inspect_model(plan.offline.config).context_length
         self._published_fingerprints = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
         self._columns = store.table()
-        self._trained_mask: Mask = self._columns["fate"] == unlearning.CONSUMED_CODE
+        self._trained_mask: Mask = self._columns["fate"] == FATES.index(Fate.CONSUMED)
         step = self._columns["step"]
         self._window_mask: Mask = self._trained_mask & (step >= plan.since) & (step < plan.at)
         self.table = {name: v[self._window_mask] for name, v in store.columns(names=WINDOW_COLUMNS).items()}
@@ -304,13 +283,10 @@ class _RepeatedTraining:
             for part in self._plan.window:
                 in_part = positions[np.isin(self._columns["step"][positions], range(part.start, part.stop))]
                 rows = [row.trajectory for row in self._read(in_part)]
-                items = reward_rescoring.make_reward_items(prompts, rows)
-                scores = iter(scorer.score([item for item in items if not isinstance(item, str)]))
-                for position, row, item in zip(in_part.tolist(), rows, items, strict=True):
+                scores = reward_rescoring.score_again(prompts, scorer, rows)
+                for position, row, score in zip(in_part.tolist(), rows, scores, strict=True):
                     prompt[position] = numbers.setdefault(row.prompt_tokens.tobytes(), len(numbers))
-                    if not isinstance(item, str):
-                        score = next(scores)
-                        is_other[position] = not (score.error or row.error or np.isclose(score.reward, row.reward))
+                    is_other[position] = not (score.error or row.error or np.isclose(score.reward, row.reward))
                     for name, reward in part.config.reward.parts.items():
                         added = self._part_rewards.setdefault(name, np.zeros(len(self._trained_mask), np.float32))
                         added[position] = reward.weight * row.reward_parts.get(name, 0.0)

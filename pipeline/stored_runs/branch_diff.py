@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.reward_statistics import has_signal
+from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 
@@ -53,7 +54,7 @@ def compare_branches(run_dir: Path, first: str, second: str) -> BranchDifference
     tables = first_store.table(), second_store.table()
     count = _num_common_rows(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
-    (positions,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
+    (positions,) = np.nonzero(table["fate"] == FATES.index(Fate.CONSUMED))
     if not len(positions):
         raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
     positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]

@@ -33,15 +33,16 @@ from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Fate, GroupId, IntArray, Trajectory
+from staleflow.stores.trajectory import EndedTrajectory, Fate, GroupId, IntArray, Trajectory
 from staleflow.tasks.rendering.task_source import Task, prompt_excerpt
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import is_environment
+from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
 from staleflow.tasks.sources.task_sources import LabelledRecord, make_reward
 
 if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts, PromptSettings
-    from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+    from staleflow.tasks.sources.reward_process import ScoringSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
 
 CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
@@ -237,23 +238,14 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     rows = list(open_store_at(path, snapshot).rows_or_errors(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
-    responses: list[tuple[int, Trajectory]] = []
-    for i, row in enumerate(rows):
-        if isinstance(row, UnreadableRow):
-            valid[i] = False
-        elif row.trajectory.num_sampled:
-            responses.append((i, row.trajectory))
-    items: list[RewardItem] = []
-    scored: list[tuple[int, Trajectory]] = []
-    made_items = make_reward_items(prompts, [trajectory for _, trajectory in responses])
-    for (i, trajectory), item in zip(responses, made_items, strict=True):
-        if isinstance(item, str):
-            valid[i] = False
-            errors[int(trajectory.id)] = item
-        else:
-            scored.append((i, trajectory))
-            items.append(item)
-    for (i, trajectory), score in zip(scored, _scorer(scoring).score(items), strict=True):
+    valid[[i for i, row in enumerate(rows) if isinstance(row, UnreadableRow)]] = False
+    responses = {
+        i: row.trajectory
+        for i, row in enumerate(rows)
+        if isinstance(row, EndedTrajectory) and row.trajectory.num_sampled
+    }
+    scores = score_again(prompts, _scorer(scoring), list(responses.values()))
+    for (i, trajectory), score in zip(responses.items(), scores, strict=True):
         rewards[i] = score.reward
         if score.error:
             valid[i] = False
@@ -261,18 +253,23 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     return start, ScoredBlock(rewards=rewards, valid=valid, errors=errors)
 
 
-def make_reward_items(prompts: Prompts, trajectories: Sequence[Trajectory]) -> list[RewardItem | str]:
-    """The arguments of the reward function for each trajectory, with records from the data as it is now. For one whose
-    prompt is no longer that of its task, the error instead."""
+def score_again(prompts: Prompts, scorer: Scorer, trajectories: Sequence[Trajectory]) -> list[ScoredResponse]:
+    """Score trajectories with records from the data as it is now. One whose prompt is no longer that of its task gets
+    an error."""
     tasks = _draw_tasks(prompts, trajectories)
-    items: list[RewardItem | str] = []
-    for trajectory in trajectories:
-        task, tokens = tasks[trajectory.group]
-        if _has_prompt(trajectory, prompts, task, tokens):
-            items.append(_make_reward_item(prompts, trajectory, task.record))
-        else:
-            items.append(f"the prompt of its task is not the stored one any more: {prompt_excerpt(task.prompt)}")
-    return items
+    have_prompts = [_has_prompt(trajectory, prompts, *tasks[trajectory.group]) for trajectory in trajectories]
+    items = [
+        _make_reward_item(prompts, trajectory, tasks[trajectory.group][0].record)
+        for trajectory, has_prompt in zip(trajectories, have_prompts, strict=True)
+        if has_prompt
+    ]
+    scores, problem = iter(scorer.score(items)), "the prompt of its task is not the stored one any more"
+    return [
+        next(scores)
+        if has_prompt
+        else ScoredResponse(reward=0.0, error=f"{problem}: {prompt_excerpt(tasks[trajectory.group][0].prompt)}")
+        for trajectory, has_prompt in zip(trajectories, have_prompts, strict=True)
+    ]
 
 
 def _draw_tasks(prompts: Prompts, trajectories: Sequence[Trajectory]) -> dict[GroupId, tuple[Task, tuple[int, ...]]]:
@@ -348,8 +345,6 @@ _per_thread = threading.local()
 
 def _scorer(scoring: ScoringSettings) -> Scorer:
     """The calling thread's scorer, which has its own process: threads score in parallel."""
-    from staleflow.tasks.sources.reward_process import Scorer
-
     cached_scorer: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
     if cached_scorer is None or cached_scorer[0] != scoring:
         if cached_scorer is not None:

@@ -168,10 +168,11 @@ def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[li
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
     """Read the rows that a condition selects, in stored order. Raises ConfigError at once for an invalid condition,
     StoreError at a row that cannot be read."""
-    return _readable_rows(store, select_positions(store, where))
+    return readable_rows(store, select_positions(store, where))
 
 
-def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:
+def readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:
+    """Read the rows at these positions, in order. Raises StoreError at a row that cannot be read."""
     for rows in read_windows(store, positions):
         for row in rows:
             if isinstance(row, UnreadableRow):

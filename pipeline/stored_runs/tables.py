@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,17 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.exporting import TEXT_COLUMNS
 from staleflow.pipeline.stored_runs.pool import cache_per_process, open_store_at
 from staleflow.pipeline.stored_runs.response_texts import decode_row, make_display_detokenizer
-from staleflow.pipeline.stored_runs.stored_trajectories import read_rows
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.pipeline.stored_runs.stored_trajectories import read_rows, readable_rows, select_positions
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
-from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
-from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 TABLE_ROWS = 512
-"""Trajectories converted together to a part of a dataset."""
+"""Trajectories converted together, to a part of a dataset or a partition of a dask.dataframe."""
 
 
 def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None) -> Any:
@@ -49,27 +49,14 @@ def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenize
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise ConfigError(f"this needs datasets ({error}); pip install 'staleflow[datasets]'") from error
-    names = TEXT_COLUMNS["hf"]
-    parts, rows = [dataframes.arrow_schema(names).empty_table()], []
-    for row in read_rows(store, where):
-        rows.append(row)
-        if len(rows) == TABLE_ROWS:
-            parts.append(_make_part(rows, names, detokenizer))
-            rows = []
-    return datasets.Dataset(arrow.concat_tables([*parts, _make_part(rows, names, detokenizer)]))
+    names, rows = TEXT_COLUMNS["hf"], read_rows(store, where)
+    parts = [dataframes.arrow_schema(names).empty_table()]
+    while part := list(itertools.islice(rows, TABLE_ROWS)):
+        parts.append(dataframes.arrow_table(part, names, [decode_row(row.trajectory, detokenizer) for row in part]))
+    return datasets.Dataset(arrow.concat_tables(parts))
 
 
-def _make_part(rows: list[Any], names: dict[str, str], detokenizer: Detokenizer) -> Any:
-    return dataframes.arrow_table(rows, names, [decode_row(row.trajectory, detokenizer) for row in rows])
-
-
-BLOCK_ROWS = 512
-"""Number of trajectories per partition."""
-
-
-def dask_table(
-    run_dir: Path, store: VersionedStore, where: str = "", *, texts: bool = True, block_rows: int = BLOCK_ROWS
-) -> Any:
+def dask_table(run_dir: Path, store: VersionedStore, where: str = "", *, texts: bool = True) -> Any:
     """A dask.dataframe with one row per trajectory. Workers read and decode its partitions.
 
     Args:
@@ -77,27 +64,21 @@ def dask_table(
         store: The run's store, at the snapshot or branch to read.
         where: Which trajectories, as an expression over columns such as "staleness <= 1 and reward > 0".
         texts: Whether there are the columns prompt, response and messages.
-        block_rows: Number of trajectories per partition.
 
     Raises:
         ConfigError: `where` cannot be read, or dask.dataframe is not installed.
     """
     store = VersionedStore.at(store.path, store.snapshot)
-    (positions,) = np.nonzero(Selection(where).mask(store.columns()))
+    positions = select_positions(store, where)
     read_block = functools.partial(_read_rows, str(store.path), store.snapshot, positions)
     decode = functools.partial(_decode_rows, str(run_dir.resolve())) if texts else None
-    return dataframes.to_dask(len(positions), block_rows, read_block, decode)
+    return dataframes.to_dask(len(positions), TABLE_ROWS, read_block, decode)
 
 
 def _read_rows(
     path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int
 ) -> list[EndedTrajectory]:
-    rows = []
-    for row in open_store_at(path, snapshot).at_positions(positions[start:stop].tolist()):
-        if isinstance(row, UnreadableRow):
-            raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
-        rows.append(row)
-    return rows
+    return list(readable_rows(open_store_at(path, snapshot), positions[start:stop]))
 
 
 def _decode_rows(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:

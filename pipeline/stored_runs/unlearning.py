@@ -28,13 +28,13 @@ from staleflow.pipeline.stored_runs.reward_rescoring import estimate_advantages
 from staleflow.pipeline.stored_runs.training import OfflinePlan, OfflineTrainingResult
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-CONSUMED_CODE = [fate.value for fate in Fate].index(Fate.CONSUMED.value)
 REQUIRED_INPUTS = ("settings", "user_code", "staleflow")
 """Inputs of the run's starts (start_inputs.py) that must not have changed if a resume point is to be used."""
 Mask = npt.NDArray[np.bool_]
@@ -96,7 +96,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     path = (run_dir / "store").resolve()
     store = VersionedStore.open_pinned(path)
     table = store.table()
-    trained_mask, matching_mask = table["fate"] == CONSUMED_CODE, Selection(where).mask(store.columns())
+    trained_mask, matching_mask = table["fate"] == FATES.index(Fate.CONSUMED), Selection(where).mask(store.columns())
     removed_mask, remaining_mask = trained_mask & matching_mask, trained_mask & ~matching_mask
     if not removed_mask.any() or not remaining_mask.any():
         count = "all" if removed_mask.any() else "no"

@@ -48,10 +48,11 @@ from staleflow.pipeline.stored_runs.training_changes import (
 )
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import estimate, paired_difference
+from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import EndedTrajectory
+from staleflow.stores.trajectory import EndedTrajectory, Fate
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.training.advantage import DrGrpo
 from tests.commands import command, error_line
@@ -401,7 +402,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def test_unchanged_training_gives_the_weights_of_the_run_and_no_cause(stored: Path, since: int) -> None:
     result = bisection.bisect(bisection.make_plan(stored, since, 3), lambda _: None)
     assert result.same_weights
-    assert (result.trials, result.cause) == ((), None)
+    assert (result.trials, result.cause) == ([], None)
     assert result.reason == f"the reward is not significantly lower at version 3 than at {since}"
 
 
@@ -515,7 +516,7 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
     offline = training.make_plan(folder, tmp_path / "out")
     offline = replace(offline, config=replace(former, steps=4, task=replace(former.task, eval_prompts=0)), exact=False)
     table = store.table()
-    consumed = table["fate"] == unlearning.CONSUMED_CODE
+    consumed = table["fate"] == FATES.index(Fate.CONSUMED)
     expected = unlearning.estimate_remaining_advantages(
         changed, table, consumed & (table["step"] == 3), np.zeros(len(consumed), bool), None, former
     )
@@ -569,12 +570,12 @@ def result_of(*, found: bool) -> Bisection:
     step = attempt("without step 1", "step >= 1 and step <= 1", 32, prevents=True)
     group = attempt("without group 9", "group == 9", 4, prevents=found)
     controls, repeats = (
-        tuple(attempt(f"{also}without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2))
+        [attempt(f"{also}without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2)]
         for also in ("", "without group 9, and ")
     )
     return Bisection(
         run="runs/a b", metric="reward", since=1, at=3, reward_since=high, reward_at=low, reward_change=difference,
-        same_weights=found, trials=(step, group), controls=controls, repeats=repeats, confirmed=difference,
+        same_weights=found, trials=[step, group], controls=controls, repeats=repeats, confirmed=difference,
         cause=group if found else None,
         reason="" if found else "no change alone prevents it", is_limited=not found,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from staleflow.pipeline.stored_runs import tables
 from staleflow.pipeline.stored_runs.tables import dask_table
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
@@ -30,8 +31,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return stored
 
 
-def test_dask_table_has_prompts_and_responses_of_the_selected_trajectories(run: StoredRun) -> None:
-    lazy = dask_table(run.run_dir, run.store, "trajectory != 1", block_rows=2)
+def test_dask_table_has_prompts_and_responses_of_the_selected_trajectories(
+    run: StoredRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "TABLE_ROWS", 2)
+    lazy = dask_table(run.run_dir, run.store, "trajectory != 1")
     assert lazy.npartitions == 2
     frame = lazy.compute(scheduler="sync")
     assert (frame.dtypes == lazy.dtypes).all()
