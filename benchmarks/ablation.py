@@ -127,7 +127,7 @@ def _strategy(name: str, runs: list[SimulationStats], base: float) -> dict[str, 
         "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,
         "of_roofline": mean(m.share_of_bound for m in runs),
         "reprefilled": mean(m.reprefilled_tokens / m.sampled_tokens for m in runs),
-        "discarded": mean(m.num_dropped / (m.num_dropped + m.endings["consumed"]) for m in runs),
+        "discarded": mean((dropped := sum(m.dropped.values())) / (dropped + m.endings["consumed"]) for m in runs),
         "truncated": mean(truncated or [0.0]),
     }  # fmt: skip
 

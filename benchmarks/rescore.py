@@ -23,7 +23,7 @@ import numpy as np
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.stored_runs import reward_rescoring
-from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.stored_runs.pool import open_pool
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
@@ -114,7 +114,7 @@ def main() -> None:
         alone_s, loop_s = plain_loop(config, args.reward)
         print(f"plain loop: {alone_s:.1f} s, {args.count / alone_s:,.0f} trajectories/s", flush=True)
         print(f"  once started: {args.count / loop_s:,.0f} trajectories/s", flush=True)
-        with local_pool(args.workers) as pool:
+        with open_pool(None, args.workers) as pool:
             pids = list(pool.client.run(os.getpid).values())
             stop, largest = threading.Event(), [0.0]
             watch = threading.Thread(target=largest_worker_mib, args=(stop, pids, largest))

@@ -110,8 +110,6 @@ def print_results(rows: list[tuple[str, SimulationStats]]) -> None:
         total = sum(stats.staleness.values()) or 1
         shares = [stats.staleness.get(k, 0) / total for k in range(max(stats.staleness, default=0) + 1)]
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
-        reasons = {r.partition(":")[2]: n for r, n in stats.endings.items() if r != "consumed" and "run_ended" not in r}
-        discarded = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) or "-"
         row = (
             label,
             f"{stats.steady_tokens_per_s:,.0f}",
@@ -121,7 +119,7 @@ def print_results(rows: list[tuple[str, SimulationStats]]) -> None:
             f"{stats.trainer_idle:.0%}",
             f"{stats.rollout_idle:.0%}",
             histogram + ("" if stats.bound_kept else "  (bound not kept)"),
-            discarded,
+            ", ".join(f"{n} {reason}" for reason, n in stats.dropped.items()) or "-",
             f"{stats.reprefilled_tokens / 1e6:.1f} M",
         )
         cells.append(row)

@@ -282,9 +282,9 @@ class RunData:
         return VersionedStore.open_pinned(self._path / "store", branch or self._branch)
 
     def _detokenizer(self) -> Any:
-        from staleflow.pipeline.stored_runs.response_texts import make_fast_detokenizer
+        from staleflow.pipeline.stored_runs.response_texts import make_detokenizer
 
-        return make_fast_detokenizer(self.job)
+        return make_detokenizer(self.job)
 
 
 def _step_condition(where: str, step: int | None) -> str:

@@ -83,9 +83,12 @@ class SimulationStats:
         return self.bound.step_s / self.step_s if self.step_s else 0.0
 
     @property
-    def num_dropped(self) -> int:
-        """Trajectories that ended before the run did and were not trained on."""
-        return sum(n for reason, n in self.endings.items() if reason != "consumed" and not reason.endswith("run_ended"))
+    def dropped(self) -> dict[str, int]:
+        """Number of trajectories by reason that ended before the run did and were not trained on."""
+        counts: Counter[str] = Counter()
+        for outcome, count in sorted(self.endings.items()):
+            counts[outcome.partition(":")[2]] += count
+        return {reason: count for reason, count in counts.items() if reason not in ("", "run_ended")}
 
 
 def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:

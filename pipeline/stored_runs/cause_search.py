@@ -121,7 +121,7 @@ def search(
         unchanged: Rewards of the unchanged training.
         report: Called with a line for each training.
     """
-    search = _Search(table, training, before, unchanged, report)
+    search = _Search(table=table, training=training, before=before, unchanged=unchanged, report=report)
     for change in candidates:
         if not search.prevents(change):
             continue
@@ -144,34 +144,32 @@ def search(
     return search.result
 
 
+@dataclass(slots=True, kw_only=True)
 class _Search:
     """Trains with changes, and compares their rewards with those of the unchanged training and with each other."""
 
-    def __init__(
-        self,
-        table: Table,
-        training: RepeatedTraining,
-        before: Rewards,
-        unchanged: Rewards,
-        report: Callable[[str], None],
-    ) -> None:
-        self._table, self._training, self._report = table, training, report
-        self._before, self._unchanged = before, unchanged
-        self.result = SearchResult(reason="no change that was tried prevents the drop")
-        self._preventing: list[tuple[Trial, Rewards]] = []
-        self._confirmed_changes: list[Change] = []
-        """Changes that were to be confirmed, with or without success."""
-        self._num_trainings = 0
+    table: Table
+    training: RepeatedTraining
+    before: Rewards
+    unchanged: Rewards
+    report: Callable[[str], None]
+    result: SearchResult = field(
+        default_factory=lambda: SearchResult(reason="no change that was tried prevents the drop")
+    )
+    trials_preventing: list[tuple[Trial, Rewards]] = field(default_factory=list)
+    confirmed_changes: list[Change] = field(default_factory=list)
+    """Changes that were to be confirmed, with or without success."""
+    num_trainings: int = 0
 
     def prevents(self, change: Change) -> bool:
         """Train with a change, if the limit allows it. Returns whether it prevents the drop, and no change that was
         tried does significantly better."""
-        if self._num_trainings >= MAX_TRIALS:
+        if self.num_trainings >= MAX_TRIALS:
             self.result.is_limited = True
             return False
         trial, rewards = self._train(change)
         self.result.trials.append(trial)
-        self._preventing.extend([(trial, rewards)] * trial.prevents)
+        self.trials_preventing.extend([(trial, rewards)] * trial.prevents)
         return any(trial is other for other in self.preventing())
 
     def prevents_with(self, since: int, settings: Sequence[tuple[str, str]]) -> bool:
@@ -180,15 +178,15 @@ class _Search:
     def preventing(self) -> list[Trial]:
         """The changes that prevent the drop, without those that another one does significantly better than: half of a
         cause that is everywhere would do, too."""
-        best = max(self._preventing, key=lambda item: item[0].reward, default=None)
-        return [t for t, rewards in self._preventing if best is None or not _is_higher(best[1], rewards)]
+        best = max(self.trials_preventing, key=lambda item: item[0].reward, default=None)
+        return [t for t, rewards in self.trials_preventing if best is None or not _is_higher(best[1], rewards)]
 
     def confirm_smallest(self) -> None:
         """Confirm the smallest of the changes that prevent the drop; if that fails, a part of the reward, and then the
         larger ones: few rows are then parts of what is everywhere. With a cause, only smaller changes."""
         cause = self.result.cause
         trials = sorted(self.preventing(), key=lambda trial: trial.rows)
-        trials = [trial for trial in trials if trial.change not in self._confirmed_changes]
+        trials = [trial for trial in trials if trial.change not in self.confirmed_changes]
         trials = [trial for trial in trials if cause is None or trial.rows < cause.rows]
         for trial in [*trials[:1], *sorted(trials[1:], key=lambda trial: not trial.change.reward_part)]:
             if self.confirm(trial):
@@ -197,10 +195,10 @@ class _Search:
     def confirm(self, trial: Trial) -> bool:
         """Confirm a change, if the limit allows it. It is the cause if that succeeds."""
         result = self.result
-        if self._num_trainings + 2 * NUM_PAIRS > MAX_TRAININGS:
+        if self.num_trainings + 2 * NUM_PAIRS > MAX_TRAININGS:
             result.is_limited = True
             return False
-        self._confirmed_changes.append(trial.change)
+        self.confirmed_changes.append(trial.change)
         confirmation = self._train_pairs(trial.change)
         result.controls += confirmation.controls
         result.repeats += confirmation.repeats
@@ -220,7 +218,7 @@ class _Search:
         """Train the pairs of a cause. The result has the reason if they do not confirm it."""
         result = SearchResult()
         all_controls, all_repeats = dict[str, list[float]](), dict[str, list[float]]()
-        for control_change, repeat_change in control_changes(self._table, cause):
+        for control_change, repeat_change in control_changes(self.table, cause):
             for change, trials, rewards in (
                 (control_change, result.controls, all_controls),
                 (repeat_change, result.repeats, all_repeats),
@@ -234,7 +232,7 @@ class _Search:
                 return result
         difference = paired_difference(all_controls, all_repeats)
         before, unchanged = (
-            statistics.fmean(map(statistics.fmean, rewards.values())) for rewards in (self._before, self._unchanged)
+            statistics.fmean(map(statistics.fmean, rewards.values())) for rewards in (self.before, self.unchanged)
         )
         lost = before - statistics.fmean(trial.reward for trial in result.controls)
         if lost < MIN_RECOVERED_SHARE * (before - unchanged):
@@ -248,10 +246,10 @@ class _Search:
         return result
 
     def _train(self, change: Change) -> tuple[Trial, Rewards]:
-        self._num_trainings += 1
-        rewards = self._training.train(change)
-        summary, difference = estimate(list(rewards.values())), paired_difference(self._unchanged, rewards)
-        drop = paired_difference(self._before, self._unchanged)
+        self.num_trainings += 1
+        rewards = self.training.train(change)
+        summary, difference = estimate(list(rewards.values())), paired_difference(self.unchanged, rewards)
+        drop = paired_difference(self.before, self.unchanged)
         prevents = (
             difference is not None
             and drop is not None
@@ -260,13 +258,13 @@ class _Search:
         )
         trial = Trial(
             change=change,
-            rows=self._training.num_changed_rows(change),
+            rows=self.training.num_changed_rows(change),
             reward=summary.mean or 0.0,
             interval=summary.interval,
             difference=difference,
             prevents=prevents,
         )
-        self._report(f"{change.label}: {trial.reward:.3f}" + ", prevents it" * prevents)
+        self.report(f"{change.label}: {trial.reward:.3f}" + ", prevents it" * prevents)
         return trial, rewards
 
 

@@ -170,21 +170,14 @@ def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]
     Raises:
         ConfigError: The client is asynchronous, or jobs have all workers of its cluster.
     """
-    if client is None:
-        with local_pool(count, model=model) as pool:
-            yield pool
+    if client is not None:
+        if client.asynchronous:
+            raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
+        client.sync(ensure, client)
+        pool = Pool(client)
+        pool.free_workers()
+        yield pool
         return
-    if client.asynchronous:
-        raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
-    client.sync(ensure, client)
-    pool = Pool(client)
-    pool.free_workers()
-    yield pool
-
-
-@contextlib.contextmanager
-def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
-    """A pool of `count` local worker processes. model: whether its tasks load a model."""
     import dask
     from distributed import Client, LocalCluster
 
@@ -202,9 +195,9 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
                 dashboard_address="127.0.0.1:0",
                 silence_logs=local_cluster.log_level(),
             ) as cluster,
-            Client(cluster) as client,
+            Client(cluster) as local_client,
         ):
-            yield Pool(client)
+            yield Pool(local_client)
 
 
 def require_all_rows(num_done: int, count: int) -> None:

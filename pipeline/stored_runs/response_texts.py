@@ -70,26 +70,20 @@ def make_messages(
 
 
 def make_detokenizer(config: RunConfig) -> Detokenizer:
-    """Create the detokenizer of a job: its tokenizer, or the ids as text for an emulated run. Raises ConfigError if the
-    tokenizer is gone."""
-    return IdDetokenizer() if config.emulated else load_chat_tokenizer(config.model.path)
-
-
-def make_fast_detokenizer(config: RunConfig) -> Detokenizer:
-    """As `make_detokenizer`, but from the tokenizer's file alone where possible, since importing transformers takes
-    seconds. Raises ConfigError if the tokenizer is gone."""
-    if not config.emulated and (detokenizer := load_detokenizer(Path(config.model.path))) is not None:
-        return detokenizer
-    return make_detokenizer(config)
+    """Create the detokenizer of a job: its tokenizer, from the file alone where possible, since importing transformers
+    takes seconds; or the ids as text for an emulated run. Raises ConfigError if the tokenizer is gone."""
+    if config.emulated:
+        return IdDetokenizer()
+    return load_detokenizer(Path(config.model.path)) or load_chat_tokenizer(config.model.path)
 
 
 def make_display_detokenizer(config: RunConfig) -> Detokenizer:
-    """As `make_fast_detokenizer`, but returns a detokenizer to ids as text if the tokenizer is gone. For display."""
+    """As `make_detokenizer`, but returns a detokenizer to ids as text if the tokenizer is gone. For display."""
     folder = Path(config.model.path)
     if folder.is_absolute() and not folder.exists():  # avoids importing transformers, which takes seconds
         return IdDetokenizer()
     try:
-        return make_fast_detokenizer(config)
+        return make_detokenizer(config)
     except ConfigError:
         return IdDetokenizer()
 

@@ -146,22 +146,9 @@ def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
     return positions
 
 
-def split_into_windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Split row positions, in order, so that those of one window lie within WINDOW_ROWS of each other.
-
-    >>> [w.tolist() for w in split_into_windows(np.array([0, 3, 511, 512, 2000]))]
-    [[0, 3, 511], [512], [2000]]
-    """
-    start = 0
-    while start < len(rows):
-        end = int(np.searchsorted(rows, rows[start] + WINDOW_ROWS))
-        yield rows[start:end]
-        start = end
-
-
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
-    """Yield the rows at these positions, in order, reading one window at a time to limit memory."""
-    for window in split_into_windows(rows):
+    """Yield the rows at these ascending positions, in order, reading one window at a time to limit memory."""
+    for window in np.split(rows, np.flatnonzero(np.diff(rows // WINDOW_ROWS)) + 1):
         yield list(store.at_positions(window.tolist()))
 
 

@@ -16,13 +16,13 @@ import staleflow
 from staleflow.pipeline.api.code_objects import file_name
 from staleflow.pipeline.config.knob_tree import override_lines
 from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock
-from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.stored_runs.pool import open_pool
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """A Dask client of a cluster with one worker process."""
-    with local_pool(1, model=True) as pool:
+    with open_pool(None, 1, model=True) as pool:
         yield pool.client
 
 

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import asyncio, logging
 from distributed import Client
-from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.stored_runs.pool import open_pool
 from staleflow.pipeline.processes import local_cluster
 
 NAMES = ("distributed.nanny", "distributed.client", "distributed.worker", "distributed.gc")
@@ -29,7 +29,7 @@ async def work():
 
 if __name__ == "__main__":
     asyncio.run(work())
-    with local_pool(1) as pool:
+    with open_pool(None, 1) as pool:
         speak("pool")
         pool.client.run(speak, "pool's worker")
     print("spoken")

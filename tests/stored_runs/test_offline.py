@@ -27,7 +27,7 @@ from staleflow.pipeline.stored_runs import (
     views,
 )
 from staleflow.pipeline.stored_runs import pool as pools
-from staleflow.pipeline.stored_runs.pool import Pool, local_pool
+from staleflow.pipeline.stored_runs.pool import Pool, open_pool
 from staleflow.pipeline.stored_runs.verification import verify_run
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.printable import printable
@@ -46,7 +46,7 @@ from tests.support import forking
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with local_pool(1) as workers:
+    with open_pool(None, 1) as workers:
         yield workers
 
 
@@ -349,7 +349,7 @@ def test_a_killed_training_resumes_and_ends_with_the_same_weights(
 def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    with local_pool(2) as two:
+    with open_pool(None, 2) as two:
         changes = ("task.eval_prompts=0", "training.ranks=2")
         plan = training.make_plan(stored, tmp_path / "two", changes)
         result = training.execute_plan(plan, two.client, lambda _: None)
@@ -389,7 +389,7 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
         os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
 
     plan = training.make_plan(stored, tmp_path / "two", changes, epochs=40)
-    with local_pool(2) as two:
+    with open_pool(None, 2) as two:
         two.client.run(setattr, training, "RESUME_POINT_S", 0.0)
         killer = threading.Thread(target=kill_the_other, args=(two.client,))
         killer.start()
@@ -397,7 +397,7 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
             training.execute_plan(plan, two.client, note)
         killer.join()
     done.clear()
-    with local_pool(2) as two:
+    with open_pool(None, 2) as two:
         result = training.execute_plan(plan, two.client, note)
     assert result.steps == 120
     assert 1 not in done and done[-1] == 120
