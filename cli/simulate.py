@@ -61,12 +61,8 @@ def simulate(
     load: Callable[[tuple[str, ...]], Job] = partial(load_job, config_path)
     note = ""
     if run:
-        run_inputs = recorded_run(Path(run))
-        load, note, overrides = (
-            partial(load_stored_job, Path(run)),
-            run_inputs.note,
-            (*run_inputs.overrides, *overrides),
-        )
+        recorded_overrides, note = recorded_run(Path(run))
+        load, overrides = partial(load_stored_job, Path(run)), (*recorded_overrides, *overrides)
     rows = variants(load, overrides, values_by_key, baselines)
     is_quiet = as_json or len(rows) == 1
     results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=is_quiet))

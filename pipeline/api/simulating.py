@@ -127,9 +127,7 @@ def simulate(
         job = open_run(job)
     if isinstance(job, Run):
         path = job.path
-        rows = variants(
-            functools.partial(load_stored_job, path), (*recorded_run(path).overrides, *changes), sweep, baselines
-        )
+        rows = variants(functools.partial(load_stored_job, path), (*recorded_run(path)[0], *changes), sweep, baselines)
     else:
         rows = variants(functools.partial(load_job, job), changes, sweep, baselines)
     return list(simulate_variants(rows))
@@ -215,24 +213,18 @@ def _simulate_variant(variant: JobVariant) -> SimulationResult:
     return SimulationResult(variant=variant, stats=compute_stats(variant.job, trace), trace=trace)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """A stored run as input of simulations."""
+def recorded_run(run_dir: Path) -> tuple[tuple[str, ...], str]:
+    """Read a stored run's responses and measured times for a simulation. Raises ConfigError, StoreError.
 
-    overrides: tuple[str, ...]
-    """The run's responses and measured times, as overrides of its job."""
-    note: str
-    """What was measured, or why nothing was, in one line."""
-
-
-def recorded_run(run_dir: Path) -> RecordedRun:
-    """Read a stored run's responses and measured times for a simulation. Raises ConfigError, StoreError."""
+    Returns:
+        The responses and times, as overrides of its job; and what was measured, or why nothing was, in one line.
+    """
     steps = [step.metrics for step in open_run(run_dir).steps()]
     try:
         profile = profile_run(run_dir)
     except ConfigError as error:
         overrides = ("workload.kind=recorded", f"workload.run={knob_tree.toml_value(str(run_dir))}")
-        return RecordedRun(overrides=overrides, note=f"{error}; using the job's [rollout.cost] and [simulation]")
+        return overrides, f"{error}; using the job's [rollout.cost] and [simulation]"
     job = load_stored_job(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())
     histogram = summary["staleness_histogram"]
@@ -245,7 +237,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
         f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "
         f"{summary['steps']} steps, staleness {', '.join(histogram)}: {shares}"
     )
-    return RecordedRun(overrides=make_recorded_overrides(run_dir, profile), note=note)
+    return make_recorded_overrides(run_dir, profile), note
 
 
 def assumptions(config: RunConfig) -> str:

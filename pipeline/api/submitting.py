@@ -9,8 +9,6 @@ import asyncio
 import html
 import json
 import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -218,31 +216,19 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
     """Yield the items of an asynchronous iterator, which is cancelled when the iteration is abandoned."""
-    results: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
 
-    async def pump() -> None:
-        async for item in items:
-            results.put((item,))
+    async def next_item() -> T:
+        return await anext(items)
 
-    def work() -> None:
+    with ThreadPoolExecutor(1) as thread:
         try:
-            loop.run_until_complete(task)
-            results.put(None)
-        except BaseException as error:  # noqa: BLE001  raised where the items are read
-            results.put(error)
+            while True:
+                task = loop.create_task(next_item())
+                yield thread.submit(loop.run_until_complete, task).result()
+        except StopAsyncIteration:
+            return
         finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-
-    task = loop.create_task(pump())
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        while (item := results.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item[0]
-    finally:
-        loop.call_soon_threadsafe(task.cancel)  # changes nothing if it has ended
-        thread.join()
-        loop.close()
+            loop.call_soon_threadsafe(task.cancel)  # changes nothing if it has ended
+            thread.submit(loop.run_until_complete, loop.shutdown_asyncgens()).result()
+            loop.close()
