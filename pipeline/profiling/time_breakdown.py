@@ -166,16 +166,12 @@ class TimeTracker:
             case events.TrajectorySampled():
                 self._end_turn(event)
             case events.TrajectoryInterrupted():
-                if self._remove_from_instance(event.trajectory, event.route_number, event):
+                if self._remove_from_instance(event.trajectory, event.route_number, event) is not None:
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case events.TrajectoryFailed():
-                failed_instance = self._instance_of.get(event.trajectory)
-                delivered_tokens = (
-                    0 if failed_instance is None else failed_instance.running[event.trajectory].delivered_tokens
-                )
-                if self._remove_from_instance(event.trajectory, event.route_number, None):
-                    self._tokens[event.trajectory] = delivered_tokens
+                if (failed_state := self._remove_from_instance(event.trajectory, event.route_number, None)) is not None:
+                    self._tokens[event.trajectory] = failed_state.delivered_tokens
                     self._queued.add(event.trajectory)
             case events.EnvironmentStepped():
                 self._end_environment_step(event.trajectory, event.route_number, event.tokens)
@@ -249,7 +245,8 @@ class TimeTracker:
 
     def _end_turn(self, event: events.TrajectorySampled) -> None:
         instance = self._instance_of.get(event.trajectory)
-        if self._remove_from_instance(event.trajectory, event.route_number, event) and instance is not None:
+        state = self._remove_from_instance(event.trajectory, event.route_number, event)
+        if state is not None and instance is not None:
             self._cached_turns[event.trajectory] = instance.name, instance.num_pulls, event.tokens
 
     def _end_environment_step(self, trajectory: TrajectoryId, route_number: int, tokens: int) -> None:
@@ -295,14 +292,15 @@ class TimeTracker:
         trajectory: TrajectoryId,
         route_number: int | None,
         event: events.TrajectorySampled | events.TrajectoryInterrupted | None,
-    ) -> bool:
+    ) -> RunningTrajectory | None:
         """Remove a trajectory from its instance, and add a sample if its tokens are known.
 
-        Returns False if the trajectory is on no instance, or under another route number. route_number: None for any.
+        Returns what was removed; None if the trajectory is on no instance, or under another route number. route_number:
+        None for any.
         """
         instance = self._instance_of.get(trajectory)
         if instance is None or route_number not in (None, instance.running[trajectory].route_number):
-            return False
+            return None
         self._fleet_counts.add(instance, -1)
         instance.advance_to(self._now)
         state = instance.running.pop(trajectory)
@@ -310,23 +308,21 @@ class TimeTracker:
         del self._instance_of[trajectory]
         self._fleet_counts.add(instance, 1)
         if event is not None and event.tokens > state.tokens_at_route:
-            self._add_response_sample(instance, state, event, for_evaluation=is_evaluation(trajectory))
-        return True
+            self._add_response_sample(instance, state, event)
+        return state
 
     def _add_response_sample(
         self,
         instance: TrackedInstance,
         state: RunningTrajectory,
         event: events.TrajectorySampled | events.TrajectoryInterrupted,
-        *,
-        for_evaluation: bool,
     ) -> None:
         tokens = event.tokens - state.tokens_at_route
         steps = max(1, tokens - event.accepted_tokens)
         self._sampled_draft_stats.add_steps(steps, event.drafted_tokens, event.accepted_tokens)
         passed = instance.sums_since(state.sums_at_route)
         seconds = passed.elapsed_s - passed.pull_s
-        self._step.tokens += 0 if for_evaluation else tokens
+        self._step.tokens += 0 if is_evaluation(event.trajectory) else tokens
         if seconds <= 0:
             return
         token_s = seconds / tokens
