@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from staleflow.pipeline.coordination import invariants
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted, TrajectorySampled
@@ -14,7 +14,8 @@ from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 MAX_NOTES = 200_000
-"""Number of notes kept for `story`: about 40,000 trajectories of five notes each, some tens of megabytes."""
+"""Number of notes kept for `story`: about 60,000 trajectories of three notes each, some tens of megabytes, and a few
+that many trajectories share."""
 
 EVENT_NOTES = ("arrived", "sampled", "reward")
 """Prefixes of the notes about events; all others are about decisions."""
@@ -27,7 +28,7 @@ class DecisionLog:
         self.now = 0.0
         self.cause = ""
         self.refusals: dict[str, int] = {}
-        self._notes: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=MAX_NOTES)
+        self._notes: deque[tuple[Sequence[TrajectoryId], float, str, str]] = deque(maxlen=MAX_NOTES)
         self._followed_trajectory: TrajectoryId | None = None
 
     def follow(self, trajectory: TrajectoryId) -> None:
@@ -37,12 +38,12 @@ class DecisionLog:
     def note(self, trajectory: TrajectoryId, note: str) -> None:
         """Add a line to a trajectory's story."""
         if self._followed_trajectory is None or trajectory == self._followed_trajectory:
-            self._notes.append((trajectory, self.now, self.cause, note))
+            self._notes.append(((trajectory,), self.now, self.cause, note))
 
-    def note_all(self, trajectories: Iterable[TrajectoryId], note: str) -> None:
-        """Add a line to the stories of several trajectories."""
-        followed = self._followed_trajectory
-        self._notes.extend((t, self.now, self.cause, note) for t in trajectories if followed is None or t == followed)
+    def note_all(self, trajectories: Sequence[TrajectoryId], note: str) -> None:
+        """Add a line to the stories of several trajectories. They are not copied."""
+        if self._followed_trajectory is None or self._followed_trajectory in trajectories:
+            self._notes.append((trajectories, self.now, self.cause, note))
 
     def count_refusal(self, trajectory: TrajectoryId, reason: str, *, is_new: bool) -> None:
         """Count a refusal to route a trajectory. is_new: whether its previous refusal had another reason; only then it
@@ -54,12 +55,17 @@ class DecisionLog:
     def latest_decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """Return the latest decisions, newest first: (seconds, trajectory, decision, cause). Notes about events are
         left out."""
-        decisions = (entry for entry in reversed(self._notes) if not entry[3].startswith(EVENT_NOTES))
-        return [(now, int(id), note, cause) for id, now, cause, note in itertools.islice(decisions, count)]
+        decisions = (
+            (now, int(id), note, cause)
+            for ids, now, cause, note in reversed(self._notes)
+            if not note.startswith(EVENT_NOTES)
+            for id in reversed(ids)
+        )
+        return list(itertools.islice(decisions, count))
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """Return the notes of a trajectory, in order: one line "time  note  (cause)" each."""
-        return [f"{now:9.3f} s  {note}  ({cause})" for id, now, cause, note in self._notes if id == trajectory]
+        return [f"{now:9.3f} s  {note}  ({cause})" for ids, now, cause, note in self._notes if trajectory in ids]
 
 
 def format_sampled_tokens(event: TrajectorySampled | TrajectoryInterrupted) -> str:

@@ -202,9 +202,8 @@ class CoordinatorState(ReplanFlags):
             self.mixture.count_trained(consumption.groups)
         self.truncations.count_consumed(len(consumption.members))
         trajectories = list(map(self.live_trajectories.pop, consumption.members))
-        for phase, count in Counter(map(attrgetter("phase"), trajectories)).items():
-            self.num_in_phase[phase] -= count
-            self.num_in_phase[next_phase(phase, Transition.CONSUMED)] += count
+        self.num_in_phase[Phase.DONE] -= len(trajectories)  # the ledger consumes only completed members
+        self.num_in_phase[next_phase(Phase.DONE, Transition.CONSUMED)] += len(trajectories)
         self._admission_changed = self._routing_changed = True
         return TrainBatch(
             step=consumption.step,

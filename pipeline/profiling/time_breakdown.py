@@ -180,6 +180,7 @@ class TimeTracker:
             case events.TrajectoryScored():
                 self._scoring.discard(event.trajectory)
                 self._in_environment.pop(event.trajectory, None)
+                self._cached_turns.pop(event.trajectory, None)
             case events.PullFinished() if event.instance in self._instances:
                 self._set_pulling(self._instances[event.instance], pulling=False)
             case events.VersionPublished():
@@ -210,8 +211,6 @@ class TimeTracker:
                 self._set_pulling(self._instances[command.instance], pulling=True)
             case commands.Train():
                 self._training = True
-                for trajectory in command.trajectories:
-                    self._cached_turns.pop(trajectory, None)
                 self._remove_groups({GroupId(trajectory // self._group_size) for trajectory in command.trajectories})
             case commands.Discard():
                 for ending in command.endings:

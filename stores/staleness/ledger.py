@@ -33,6 +33,7 @@ True
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from staleflow.stores.errors import ProtocolViolation
@@ -282,9 +283,9 @@ class StalenessLedger:
             if not entry.version <= step <= entry.version + self.eta:
                 raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
         for entry in batch:
-            self._remove_from_index(entry)
-            del self.live_groups[entry.group]
-        members = tuple(m for e in batch for m in e.completed)
+            del self._occupied[entry.version][entry.group], self.live_groups[entry.group]
+        self._occupied = {version: groups for version, groups in self._occupied.items() if groups}
+        members = tuple(itertools.chain.from_iterable(e.completed for e in batch))
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
         self.next_step += 1
         return Consumption(

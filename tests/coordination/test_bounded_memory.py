@@ -120,7 +120,8 @@ def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> N
         "_notes": decision_log.MAX_NOTES, "_latest_lengths": forecast.WINDOW_LENGTHS,
         "_sorted_lengths": forecast.WINDOW_LENGTHS, "_lengths": forecast.WINDOW_LENGTHS,
         "_tail_sums": forecast.WINDOW_LENGTHS + 1, "_errors": forecast.WINDOW_LENGTHS,
-        "_notes[]": 4 * decision_log.MAX_NOTES, "_errors[]": 2 * forecast.WINDOW_LENGTHS,
+        "_notes[]": 4 * decision_log.MAX_NOTES, "_notes[][]": 2 * decision_log.MAX_NOTES,
+        "_errors[]": 2 * forecast.WINDOW_LENGTHS,
     }  # fmt: skip
     sizes = {where.rpartition(".")[2]: size for where, size in largest(bench.coordinator).items()}
     assert sizes.keys() <= limits.keys(), sizes
