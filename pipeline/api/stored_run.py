@@ -96,8 +96,10 @@ class Run(RunData):
     def compare_with_forecast(self) -> ForecastResult | None:
         """Compare the run with the forecast that was made before its first step; None if there is none. See
         `staleflow.plan`."""
-        from staleflow.pipeline.jobs.forecasting import compare_forecast
+        from staleflow.pipeline.jobs.forecasting import FILE, compare_forecast
 
+        if not (self._path / FILE).is_file():
+            return None
         cause = run_folder.read_summary(self._path).get("diagnosis", {}).get("cause", "")
         return compare_forecast(self._path, [step.metrics for step in self.steps()], cause)
 

@@ -51,6 +51,8 @@ def prove(run: staleflow.Run, client: Client) -> bool:
     """Use the proofs over stored data."""
     report: staleflow.AuditReport = run.audit(full=True, memory_mib=512, workers=4, client=client)
     bias: staleflow.DropBias = run.drop_bias()
+    comparison: staleflow.ForecastResult | None = run.compare_with_forecast()
+    assert comparison is None or comparison.forecast.ranges["step_s"].high > 0
     replay: staleflow.ReplayResult = run.replay(3)
     repeated: staleflow.Verification = run.verify(steps=2, seed=1, client=client)
     return repeated.verified and report.clean and not bias.lines and not replay.difference
@@ -103,6 +105,8 @@ def start(client: Client) -> staleflow.RunResult:
         return handle.result(timeout_s=60.0)
     submitted: staleflow.SubmittedJob = staleflow.submit({"steps": 3}, client=client, loss="gspo")
     lines: list[str] = list(submitted.logs(follow=True))
+    forecast: staleflow.Forecast = staleflow.plan({"name": "next", "steps": 3}, measured_in=handle.run)
+    print(*forecast.lines, sep="\n")
     simulations: list[staleflow.SimulationResult] = staleflow.simulate(handle.run, sweep={"staleness.eta": [0, 1]})
     tried: staleflow.DryRunResult = staleflow.dry_run(job, reward={"length": length})
     result = staleflow.run(job, client=client, progress=lambda status: print(status.reward))
