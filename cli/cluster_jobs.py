@@ -145,8 +145,9 @@ def logs(id: str, follow: bool, as_json: bool, cluster: ClusterAddress) -> None:
 
     async def show() -> str:
         if job_record.has_record(Path(id)):
+            job = job_record.read(Path(id))["id"]
             async for line in job_record.read_log(Path(id), follow=follow):
-                print_line(job_record.read(Path(id))["id"], line)
+                print_line(job, line)
             return str(job_record.read(Path(id))["state"])
         match = job_lookup.find_matching(await job_lookup.all_jobs(cluster), id)
         if match.note:

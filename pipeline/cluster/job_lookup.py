@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,15 +112,30 @@ async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
 
 async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
-    num_read = 0
     async with cluster.open_client() as client:
-        while True:
-            state = (await find(client, id))["state"]
-            num_read, lines = await job_registry.ask(client, "lines", id=id, after=num_read)
-            for line in lines:
-                yield line
-            if not follow or state in submitted_job.ENDED:
-                return
+
+        async def poll(start: int) -> tuple[int, list[str], bool]:
+            has_ended = (await find(client, id))["state"] in submitted_job.ENDED  # before the lines: none is missed
+            end, lines = await job_registry.ask(client, "lines", id=id, after=start)
+            return end, lines, has_ended
+
+        async for line in follow_lines(poll, follow=follow):
+            yield line
+
+
+async def follow_lines(
+    poll: Callable[[int], Awaitable[tuple[int, list[str], bool]]], *, follow: bool
+) -> AsyncIterator[str]:
+    """Yield the lines of a log; with `follow`, until its job has ended. poll: receives a position in the log, 0 at the
+    beginning, and returns the position of the end, the lines up to there, and whether the job has ended."""
+    position, has_ended = 0, False
+    while not has_ended:
+        position, lines, has_ended = await poll(position)
+        for line in lines:
+            yield line
+        if not follow:
+            return
+        if not has_ended:
             await asyncio.sleep(POLL_S)
 
 

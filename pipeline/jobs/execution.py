@@ -75,7 +75,7 @@ async def execute(
         stop: Request to stop the run.
         security: Dask's security object for the cluster that the job names, without `task`.
     """
-    from staleflow.pipeline.jobs.reporter import Reporter
+    from staleflow.pipeline.jobs.reporter import Reporter, write_record
     from staleflow.pipeline.jobs.summary import summarize, write_report
     from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
@@ -101,6 +101,8 @@ async def execute(
         try:
             if workers.dashboard:
                 listener.on_line(f"Dask dashboard: {workers.dashboard}")
+            if task is None:
+                await write_record(run_dir, reporter.id, {"steps": config.steps}, [])  # replaces an earlier start's
             client_id = str(workers.client.id)
             job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
             refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))

@@ -89,34 +89,41 @@ async def _run_driver(submission: Submission, task: DriverTask, scheduler: str, 
         # False if the job is queued or has other workers: Dask restarts a task on any worker.
         if not await job_registry.ask(client, "begin", id=submission.id, address=task.worker, driver=client.id):
             raise Reschedule
-        try:
-            state, reason = await _run_to_end(submission, task, client, scheduler)
-        except DriverSlotTaken:
-            raise Reschedule from None
-        except Exception as error:
-            if not is_alive():
-                raise  # the worker ends, not the job: Dask restarts the task elsewhere
-            if not isinstance(error, StaleflowError):
-                logging.getLogger(__name__).exception("job %s failed", submission.id)
-            is_expected = isinstance(error, StaleflowError)
-            state, reason = "failed", str(error) if is_expected else f"{type(error).__name__}: {error}"
+        async with contextlib.AsyncExitStack() as lock:
+            is_locked = False
+            try:
+                config = configure_for_cluster(submission, scheduler)
+                await lock.enter_async_context(lock_for_job(config, submission))
+                is_locked = True
+                await reporter.write_record(config.run_dir, submission.id, job, [])  # replaces that of an earlier job
+                state, reason = await _run_to_end(config, submission, task, client)
+            except DriverSlotTaken:
+                raise Reschedule from None
+            except Exception as error:
+                if not is_alive():
+                    raise  # the worker ends, not the job: Dask restarts the task elsewhere
+                if not isinstance(error, StaleflowError):
+                    logging.getLogger(__name__).exception("job %s failed", submission.id)
+                is_expected = isinstance(error, StaleflowError)
+                state, reason = "failed", str(error) if is_expected else f"{type(error).__name__}: {error}"
+            if is_locked:
+                await reporter.record_state(job, state, reason)
         await reporter.report_state(client, job, state, reason)
         await job_registry.ask(client, "end", id=submission.id)
         return state
 
 
-async def _run_to_end(submission: Submission, task: DriverTask, client: Any, scheduler: str) -> tuple[str, str]:
-    """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
-    config = configure_for_cluster(submission, scheduler)
-    async with lock_for_job(config, submission):
-        if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
-            await asyncio.to_thread(check_job, config)
-        async with writing_stacks_if_stuck(config.run_dir / STACKS):
-            return await _resume_to_end(config, submission, task, client)
+async def _run_to_end(config: RunConfig, submission: Submission, task: DriverTask, client: Any) -> tuple[str, str]:
+    """Run a job whose run folder is locked, resuming after recoverable losses. Returns the final state and the reason,
+    if any."""
+    if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
+        await asyncio.to_thread(check_job, config)
+    async with writing_stacks_if_stuck(config.run_dir / STACKS):
+        return await _resume_to_end(config, submission, task, client)
 
 
 async def _resume_to_end(config: RunConfig, submission: Submission, task: DriverTask, client: Any) -> tuple[str, str]:
-    """`_run_to_end` with the run folder locked."""
+    """`_run_to_end` without its checks."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
     from staleflow.pipeline.runtime.run_report import RunListener
@@ -144,7 +151,9 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
             num_resumes += 1
             if num_resumes > MAX_RESUMES:
                 raise
-            await reporter.report_state(client, job, "waiting", f"lost: {error}; resuming")
+            waiting = job, "waiting", f"lost: {error}; resuming"
+            await reporter.record_state(*waiting)
+            await reporter.report_state(client, *waiting)
             continue
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 

@@ -19,17 +19,18 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.recovery import job_record
-from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, group_by_set
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import StoreError
 from staleflow.stores.serialization import Codec
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
+RECORD_S = 5.0
+"""Seconds without news after which the record in the run folder is written again, as a sign of life."""
 MAX_DECISIONS = 30
 """Number of latest decisions in a report."""
 CODEC = Codec()
@@ -58,6 +59,9 @@ class Reporter(RunListener):
         self._run_dir = run_dir
         self._recorded_state = ""
         """State and reason that the run folder has."""
+        self._recorded_s = 0.0
+        """The event loop's time when the run folder got them."""
+        self._report_lock = asyncio.Lock()
         self._num_steps = num_steps
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
@@ -132,6 +136,7 @@ class Reporter(RunListener):
                     logger.warning("the job registry did not answer: %s", error)
                 self._is_registry_lost, stop_reason = True, ""
             if stop_reason:
+                await write_record(self._run_dir, self.id, {"stop": stop_reason}, [])
                 driver.stop(stop_reason)
                 return
             await asyncio.sleep(REPORT_S)
@@ -161,41 +166,57 @@ class Reporter(RunListener):
     async def report(
         self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Send new steps and lines to the registry, and write them to the folder. Returns the registry's reply."""
-        lines, self._lines = self._lines, []
-        steps, self._steps = self._steps, []
-        status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
-        if lines or steps or self._recorded_state != f"{state} {reason}":
-            self._recorded_state = f"{state} {reason}"
-            changes: dict[str, Any] = {"id": self.id, "steps": self._num_steps, "state": state, "why": reason}
-            changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
-            await write_record(self._run_dir, changes, lines)
-        lines, steps = self._unsent_lines + lines, self._unsent_steps + steps
-        self._unsent_lines, self._unsent_steps = [], []
-        try:
-            reply: dict[str, Any] = await job_registry.ask(
-                client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines,
-                retired=self._retired,
-            )  # fmt: skip
-        except OSError:
-            self._unsent_lines, self._unsent_steps = lines, steps
-            raise
-        return reply
+        """Send new steps and lines to the registry, and write them to the folder. Returns the registry's reply. A
+        report whose caller is cancelled is completed, before the next one begins."""
+        return await asyncio.shield(self._report(client, state, reason, driver_status))
+
+    async def _report(
+        self, client: Any, state: str, reason: str, driver_status: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        async with self._report_lock:
+            lines, self._lines = self._lines, []
+            steps, self._steps = self._steps, []
+            status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
+            now = asyncio.get_running_loop().time()
+            is_due = now - self._recorded_s >= RECORD_S or self._recorded_state != f"{state} {reason}"
+            if lines or steps or is_due:
+                self._recorded_state, self._recorded_s = f"{state} {reason}", now
+                changes: dict[str, Any] = {"steps": self._num_steps, "state": state, "why": reason}
+                changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
+                await write_record(self._run_dir, self.id, changes, lines)
+            lines, steps = self._unsent_lines + lines, self._unsent_steps + steps
+            self._unsent_lines, self._unsent_steps = [], []
+            try:
+                reply: dict[str, Any] = await job_registry.ask(
+                    client, "report", id=self.id, state=state, why=reason, status=status, steps=steps, lines=lines,
+                    retired=self._retired,
+                )  # fmt: skip
+            except OSError:
+                self._unsent_lines, self._unsent_steps = lines, steps
+                raise
+            return reply
 
 
-async def write_record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
-    """Write the state of a run's job to the run folder. Errors are ignored, because the registry has the state as
-    well."""
+async def write_record(run_dir: Path, id: str, changes: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Write the state of a run's job to the locked run folder. Errors are ignored, because the registry has the state
+    as well."""
     try:
-        await asyncio.to_thread(job_record.write, run_dir, changes, lines)
-    except (StoreError, ConfigError) as error:
+        await asyncio.to_thread(job_record.write, run_dir, id, changes, lines)
+    except StoreError as error:
         logger.debug("the record of the job is not kept: %s", error)
 
 
+async def record_state(job: Mapping[str, Any], state: str, reason: str) -> None:
+    """Write a job's state and the reason for it to the locked run folder. job: the registry's entry of the job."""
+    await write_record(Path(job["run_dir"]), job["id"], {"state": state, "why": reason}, [_state_line(state, reason)])
+
+
 async def report_state(client: Any, job: Mapping[str, Any], state: str, reason: str) -> None:
-    """Report a run's state and the reason for it. job: the registry's entry of the job."""
-    line = f"{time.strftime('%H:%M:%S')}  {state}: {reason}" if reason else f"{time.strftime('%H:%M:%S')}  {state}"
-    run_dir = Path(job["run_dir"])
-    if job_id(run_dir) == job["id"]:  # else the folder belongs to another job
-        await write_record(run_dir, {"id": job["id"], "state": state, "why": reason}, [line])
-    await job_registry.ask(client, "report", id=job["id"], state=state, why=reason, status={}, steps=[], lines=[line])
+    """Report a job's state and the reason for it to the registry. job: its entry there."""
+    lines = [_state_line(state, reason)]
+    await job_registry.ask(client, "report", id=job["id"], state=state, why=reason, status={}, steps=[], lines=lines)
+
+
+def _state_line(state: str, reason: str) -> str:
+    line = f"{time.strftime('%H:%M:%S')}  {state}"
+    return f"{line}: {reason}" if reason else line

@@ -1,38 +1,39 @@
 """A job's state and log in the run's folder, where they outlive the scheduler.
 
 The driver writes its reports to the run's folder and to the job registry on its scheduler
-(pipeline/cluster/job_registry.py), which keeps them only in memory. Waiting jobs have no folder yet, so no record.
+(pipeline/cluster/job_registry.py), which keeps them only in memory. It writes from the time when it has the folder's
+lock: while a job waits in the queue, the folder has no record, or that of the run's previous job.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.cluster.submitted_job import ENDED, Job
-from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, is_locked
+from staleflow.pipeline.cluster.job_lookup import follow_lines
+from staleflow.pipeline.cluster.submitted_job import Job
+from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, RECORD, in_use
 from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text
 
-RECORD, LOG = "job.json", "job.log"
-POLL_S = 0.5
-"""Seconds between two polls of a log that is followed."""
-LOCK_CHECK_EVERY = 10
-"""Number of polls per check of the run's lock, which is checked rarely because the check takes the lock."""
+LOG = "job.log"
 DEFAULT_RECORD = Job(id="", name="", run_dir="", steps=0, submitted_at=0.0).to_plain()
 """A record's keys, which are those of a job in the registry, and their default values."""
 
 
-def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """Update a job's record and append lines to its log. changes: new values by key. Raises StoreError."""
-    previous_record = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
-    record = (
-        previous_record | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
-    )
+def write(run_dir: Path, id: str, changes: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Update the record of a job and append lines to its log. Replaces a record of another job, or one that cannot be
+    read. Requires the folder's lock. Raises StoreError. changes: new values by key."""
+    try:
+        record = read(run_dir)
+    except ConfigError:
+        record = {}
+    if record.get("id") != id:
+        record = DEFAULT_RECORD | {"submitted_at": time.time()}
+    record |= dict(changes) | {"id": id, "name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()}
     with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=DISK_REMEDY, describe=strerror):
         if lines:
             with (run_dir / LOG).open("a", encoding="utf-8") as file:
@@ -54,26 +55,27 @@ def read(run_dir: Path) -> dict[str, Any]:
     return DEFAULT_RECORD | record | {"run_dir": str(run_dir)}
 
 
-async def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]:
-    """Yield the log's lines. With `follow`, keep polling until the job has ended or no process holds the folder's
-    lock."""
-    num_lines = num_polls = 0
-    while True:
-        has_ended = read(run_dir)["state"] in ENDED or (num_polls % LOCK_CHECK_EVERY == 0 and not is_locked(run_dir))
-        num_polls += 1
-        lines = log_lines(run_dir, num_lines)
-        num_lines += len(lines)
-        for line in lines:
-            yield line
-        if not follow or has_ended:
-            return
-        await asyncio.sleep(POLL_S)
+def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]:
+    """Yield the log's lines; with `follow`, until no process uses the folder. Changes nothing in it. Raises
+    ConfigError."""
+
+    async def poll(start: int) -> tuple[int, list[str], bool]:
+        has_ended = not in_use(run_dir)  # before the lines, so that none is missed
+        end, lines = log_lines(run_dir, start)
+        return end, lines, has_ended
+
+    return follow_lines(poll, follow=follow)
 
 
-def log_lines(run_dir: Path, start: int = 0) -> list[str]:
-    """Return the complete lines of the log from index `start` on."""
-    try:
-        text = (run_dir / LOG).read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return text.split("\n")[start:-1]
+def log_lines(run_dir: Path, start: int = 0) -> tuple[int, list[str]]:
+    """Return the end of the last complete line of the log, in bytes, and the complete lines from byte `start` on.
+    Raises ConfigError."""
+    with raised_as(ConfigError, f"{run_dir / LOG}: cannot be read", OSError):
+        try:
+            with (run_dir / LOG).open("rb") as file:
+                file.seek(start)
+                data = file.read()
+        except FileNotFoundError:
+            return start, []
+    end = data.rfind(b"\n") + 1
+    return start + end, data[:end].decode(errors="replace").split("\n")[:-1]

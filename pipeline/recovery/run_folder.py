@@ -33,11 +33,14 @@ from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
 """Name of the lock file in a run's folder, which contains the process that has the lock."""
+RECORD = "job.json"
+"""Name of the file with the state of the run's job, which the driver writes regularly
+(pipeline/recovery/job_record.py)."""
 STARTS = "starts.json"
 """Name of the file with the starts of a run (pipeline/jobs/starts.py)."""
 OTHER_HOST_TIMEOUT_S = 600
-"""Seconds without an event after which a process of another machine counts as dead, because its process id cannot be
-checked from here."""
+"""Seconds without an event or a report after which a process of another machine counts as dead, because its process id
+cannot be checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
 PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
 """Keys of a job whose values may be paths into the run's folder, besides those of user code."""
@@ -63,15 +66,6 @@ def require_unused_name(run_dir: Path) -> None:
     folder yet."""
     refuse_locked(run_dir)
     require_no_run(run_dir)
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Whether another process uses the folder."""
-    try:
-        refuse_locked(run_dir)
-    except FolderInUse:
-        return True
-    return False
 
 
 def refuse_locked(run_dir: Path) -> None:
@@ -219,11 +213,13 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def in_use(run_dir: Path) -> bool:
     """Whether a live process has a folder's lock, according to the lock file. Taking the lock instead could make a
-    starting run fail. A process of another machine counts as dead after OTHER_HOST_TIMEOUT_S without an event."""
+    starting run fail, and would need write access. A process of another machine counts as dead after
+    OTHER_HOST_TIMEOUT_S without an event or a report."""
     try:
         _, process, _, host = (run_dir / LOCK).read_text().split()
         if host != socket.gethostname():
-            return time.time() - (run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_TIMEOUT_S
+            files = [file for name in (LOCK, RECORD, "events.jsonl") if (file := run_dir / name).exists()]
+            return time.time() - max(file.stat().st_mtime for file in files) < OTHER_HOST_TIMEOUT_S
         os.kill(int(process), 0)
     except PermissionError:
         return True

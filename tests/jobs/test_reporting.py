@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +14,13 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.submitted_job import Job
-from staleflow.pipeline.jobs import execution, job_driver
+from staleflow.pipeline.jobs import execution, job_driver, reporter
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.pipeline.recovery import job_record, run_folder
 from staleflow.stores.errors import ActorLost
 from tests.support import virtual_time
 
@@ -135,3 +140,161 @@ async def test_a_job_that_lost_its_last_instance_resumes(
     submission, task = job_driver.Submission(id="job", job_toml=""), execution.DriverTask(worker="", job="job")
     assert await job_driver._resume_to_end(config, submission, task, None) == ("done", "")
     assert executions == 2
+
+
+# -- the record in the run folder ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("earlier", ["", "not json", '["a list"]'], ids=["an earlier job", "damaged", "not a record"])
+def test_a_job_replaces_the_record_of_an_earlier_one(tmp_path: Path, earlier: str) -> None:
+    job_record.write(tmp_path, "old", {"state": "failed", "why": "no memory", "last": {"step": 4}}, ["old line"])
+    job_record.write(tmp_path, "old", {"submitted_at": 1.0}, [])
+    assert job_record.read(tmp_path)["last"] == {"step": 4}
+    if earlier:
+        (tmp_path / run_folder.RECORD).write_text(earlier)
+    job_record.write(tmp_path, "new", {"steps": 9}, ["new line"])
+    record = job_record.read(tmp_path)
+    assert (record["id"], record["state"], record["why"], record["last"]) == ("new", "waiting", "", {})
+    assert (record["submitted_at"] > 1.0, record["steps"]) == (True, 9)
+    assert job_record.log_lines(tmp_path)[1] == ["old line", "new line"]
+
+
+def answer_all(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[dict[str, Any]]:
+    """Answer all calls of the registry after these seconds, and return the list that collects their arguments."""
+    calls: list[dict[str, Any]] = []
+
+    async def ask(client: Any, verb: str, **arguments: Any) -> Any:
+        await asyncio.sleep(seconds)
+        calls.append({"verb": verb, **arguments})
+        return {"stop": "", "retire": [], "release": []}
+
+    monkeypatch.setattr(job_registry, "ask", ask)
+    return calls
+
+
+def test_the_record_of_a_job_without_news_is_written_regularly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_all(monkeypatch)
+
+    async def report_twice() -> list[bool]:
+        job_reporter = Reporter("job", 3, tmp_path)
+        await job_reporter.report(None, "running", "")
+        is_written = []
+        for _ in range(2):
+            (tmp_path / run_folder.RECORD).unlink(missing_ok=True)
+            await asyncio.sleep(0.6 * reporter.RECORD_S)
+            await job_reporter.report(None, "running", "")
+            is_written.append(job_record.has_record(tmp_path))
+        return is_written
+
+    assert virtual_time.run(report_twice()) == [False, True]
+
+
+@pytest.mark.parametrize("cancel_s", [0.5, 2.5], ids=["while the record is written", "while the registry is asked"])
+def test_a_cancelled_report_is_complete_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancel_s: float
+) -> None:
+    calls = answer_all(monkeypatch, 1.0)
+    written: list[str] = []
+    durations = iter((2.0, 0.1))
+
+    async def to_thread(function: Any, *arguments: Any) -> None:
+        """A thread goes on when the task that waits for it is cancelled."""
+        duration = next(durations)
+        asyncio.get_running_loop().call_later(duration, written.append, arguments[2]["state"])
+        await asyncio.sleep(duration)
+
+    async def cancel_one() -> None:
+        job_reporter = Reporter("job", 3, tmp_path)
+        job_reporter.on_line("first")
+        first = asyncio.ensure_future(job_reporter.report(None, "running", ""))
+        await asyncio.sleep(cancel_s)
+        first.cancel()
+        await job_reporter.report(None, "done", "")
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    virtual_time.run(cancel_one())
+    assert written == ["running", "done"]
+    assert [call["state"] for call in calls] == ["running", "done"]
+    assert [len(call["lines"]) for call in calls] == [1, 0]
+
+
+def test_a_followed_log_ends_when_no_process_uses_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the record is that of an earlier job, which failed."""
+    job_record.write(tmp_path, "old", {"state": "failed"}, ["old line"])
+
+    async def collect() -> list[str]:
+        return [line async for line in job_record.read_log(tmp_path, follow=True)]
+
+    def no_lock(*_: object) -> None:
+        raise AssertionError("a reader takes the lock")
+
+    async def follow() -> list[str]:
+        with run_folder.lock_folder(tmp_path):
+            monkeypatch.setattr(fcntl, "flock", no_lock)
+            reading = asyncio.ensure_future(collect())
+            await asyncio.sleep(20.0)
+            assert not reading.done()
+            with (tmp_path / job_record.LOG).open("a") as file:
+                file.write("half a ")
+                file.flush()
+                await asyncio.sleep(2.0)
+                file.write("line, é\n")
+        return await reading
+
+    assert virtual_time.run(follow()) == ["old line", "half a line, é"]
+
+
+def test_a_job_of_another_machine_uses_its_folder_while_it_reports(tmp_path: Path) -> None:
+    (tmp_path / run_folder.LOCK).write_text("process 1 on another-machine\n")
+    assert run_folder.in_use(tmp_path)
+    os.utime(tmp_path / run_folder.LOCK, (1.0, 1.0))
+    assert not run_folder.in_use(tmp_path)
+    job_record.write(tmp_path, "job", {}, [])
+    assert run_folder.in_use(tmp_path)
+
+
+@pytest.mark.parametrize("error", [None, ActorLost("rollout-0 is gone")])
+async def test_a_submitted_job_writes_its_record_only_in_the_locked_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    job_record.write(tmp_path, "old", {"state": "failed"}, [])
+    job = Job("job", "job", str(tmp_path), 3, 7.0).to_plain()
+    seen: list[tuple[str, str, bool]] = []
+
+    async def look(event: str, *_: Any, **__: Any) -> Any:
+        seen.append((event, job_record.read(tmp_path)["state"], run_folder.in_use(tmp_path)))
+
+    async def ask(client: Any, verb: str, **_: Any) -> bool:
+        await look(verb)
+        return True
+
+    async def run_to_end(*_: Any) -> tuple[str, str]:
+        await look("runs")
+        if error is not None:
+            raise error
+        return "done", ""
+
+    async def find(*_: Any) -> dict[str, Any]:
+        return job
+
+    @contextlib.asynccontextmanager
+    async def open_client(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(id="client")
+
+    config = SimpleNamespace(run_dir=tmp_path, deadlines=SimpleNamespace(start_s=1.0))
+    monkeypatch.setattr(job_driver, "configure_for_cluster", lambda *_: config)
+    monkeypatch.setattr(job_driver, "_run_to_end", run_to_end)
+    monkeypatch.setattr(job_driver, "find", find)
+    monkeypatch.setattr(job_registry, "ask", ask)
+    monkeypatch.setattr(ClusterAddress, "open_client", open_client)
+    task = execution.DriverTask(worker="", job="job")
+    end = await job_driver._run_driver(job_driver.Submission(id="job", job_toml=""), task, "", is_alive=lambda: True)
+    state = "failed" if error else "done"
+    assert end == state
+    assert seen == [
+        ("begin", "failed", False),
+        ("runs", "waiting", True),
+        ("report", state, False),
+        ("end", state, False),
+    ]
+    assert job_record.read(tmp_path)["submitted_at"] == 7.0
