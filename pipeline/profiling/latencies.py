@@ -3,7 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from staleflow.pipeline.coordination import events
 from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Pull, Score, StepEnvironment, Train
@@ -18,6 +18,8 @@ class LatencyTracker:
 
     def __init__(self) -> None:
         self._pending_commands: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
+        self._num_requested = self._num_arrived = 0
+        """Numbers of groups; a request for prompts is known by its first one, because several may be under way."""
         self._sums: dict[tuple[str, bool], tuple[int, float]] = {}
         """(count, sum in seconds) by setting, and by whether processes were warm."""
         self._is_warm = False
@@ -27,8 +29,9 @@ class LatencyTracker:
         """Update from an event handled at `now`, and the commands that followed."""
         if isinstance(event, events.RunResumed):  # another clock, and new processes
             self._pending_commands.clear()
+            self._num_requested = self._num_arrived = 0
             self._is_warm, self._last_tick_s = False, None
-        setting, key = _completed_latency(event, self._pending_commands)
+        setting, key = self._completed_latency(event)
         if key in self._pending_commands:
             issued_s, is_warm = self._pending_commands.pop(key)
             environment_s = _environment_s(event) if key[0] == "act" else 0.0
@@ -39,7 +42,7 @@ class LatencyTracker:
                 self._add("report_s", now - self._last_tick_s, is_warm=True)
             self._last_tick_s = now
         self._is_warm = self._is_warm or isinstance(event, events.VersionPublished)
-        self._pending_commands.update(dict.fromkeys(_command_keys(commands), (now, self._is_warm)))
+        self._pending_commands.update(dict.fromkeys(self._command_keys(commands), (now, self._is_warm)))
 
     @property
     def means(self) -> dict[str, float]:
@@ -58,45 +61,43 @@ class LatencyTracker:
         count, total_s = self._sums.get((setting, is_warm), (0, 0.0))
         self._sums[setting, is_warm] = count + 1, total_s + seconds
 
+    def _command_keys(self, commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
+        """Keys of the commands that an event will complete."""
+        for command in commands:
+            match command:
+                case Score():
+                    yield "score", command.trajectory
+                case StepEnvironment():
+                    yield "act", command.trajectory
+                case Pull():
+                    yield "pull", command.instance, command.version
+                case FetchPrompts():
+                    yield "draw", self._num_requested
+                    self._num_requested += command.num_groups
+                case Train():
+                    yield "train", command.step + 1
+
+    def _completed_latency(self, event: events.Event) -> tuple[str, tuple[Hashable, ...]]:
+        """The latency that an event completes: (its setting in [simulation], key of the command)."""
+        match event:
+            case events.TrajectoryScored():
+                step_key = ("act", event.trajectory)
+                return "reward_s", step_key if step_key in self._pending_commands else ("score", event.trajectory)
+            case events.EnvironmentStepped():
+                return "environment_overhead_s", ("act", event.trajectory)
+            case events.EnvironmentFailed():
+                return "", ("act", event.trajectory)
+            case events.PullFinished():
+                return "pull_s", ("pull", event.instance, event.version)
+            case events.GroupsArrived():
+                first, self._num_arrived = self._num_arrived, self._num_arrived + len(event.groups)
+                return "fetch_prompts_s", ("draw", first)  # a request may be answered by several events
+            case events.VersionPublished():
+                return "train_s", ("train", event.version)
+            case _:
+                return "", ()
+
 
 def _environment_s(event: events.Event) -> float | None:
-    """Seconds that the environment of a step or score took; None if unknown."""
+    """Seconds that the environment of a step or score took, with the wait for a slot; None if unknown."""
     return event.seconds if isinstance(event, (events.EnvironmentStepped, events.TrajectoryScored)) else None
-
-
-def _command_keys(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
-    """Keys of the commands that an event will complete."""
-    for command in commands:
-        match command:
-            case Score():
-                yield "score", command.trajectory
-            case StepEnvironment():
-                yield "act", command.trajectory
-            case Pull():
-                yield "pull", command.instance, command.version
-            case FetchPrompts():
-                yield ("draw",)
-            case Train():
-                yield "train", command.step + 1
-
-
-def _completed_latency(
-    event: events.Event, pending: Container[tuple[Hashable, ...]]
-) -> tuple[str, tuple[Hashable, ...]]:
-    """The latency that an event completes: (its setting in [simulation], key of the command)."""
-    match event:
-        case events.TrajectoryScored():
-            step_key = ("act", event.trajectory)
-            return "reward_s", step_key if step_key in pending else ("score", event.trajectory)
-        case events.EnvironmentStepped():
-            return "environment_overhead_s", ("act", event.trajectory)
-        case events.EnvironmentFailed():
-            return "", ("act", event.trajectory)
-        case events.PullFinished():
-            return "pull_s", ("pull", event.instance, event.version)
-        case events.GroupsArrived():
-            return "fetch_prompts_s", ("draw",)
-        case events.VersionPublished():
-            return "train_s", ("train", event.version)
-        case _:
-            return "", ()

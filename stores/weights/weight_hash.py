@@ -39,8 +39,9 @@ MAX_THREADS = 8
 instances on the host hash at the same time."""
 
 
-MAX_QUEUED_PIECES = 4
-"""Maximum number of pieces in the queue for each thread. It limits the memory that a TensorStream needs."""
+QUEUED_PIECES_PER_THREAD = 4
+"""Number of pieces in the queue for each thread above which the next tensor waits. It limits the memory that a
+TensorStream needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def fingerprint(
     """Compute the fingerprint of weights on any device.
 
     Args:
-        weights: Tensors by name.
+        weights: Tensors by name, or a TensorStream, which is consumed.
         threads: Number of threads, by default one for each processor, up to MAX_THREADS. Each copies one piece at a
             time to this process' memory.
         on_piece: Called in these threads with the tensor's name, the offset of the piece in the tensor in bytes, and
@@ -102,7 +103,7 @@ def fingerprint(
             digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
             pending_digests.append((_header(name, tensor), digests))
             num_pending += len(digests)
-            while num_pending > MAX_QUEUED_PIECES * threads:
+            while num_pending > QUEUED_PIECES_PER_THREAD * threads:
                 num_pending -= add_tensor(*pending_digests.popleft())
         for header, digests in pending_digests:
             add_tensor(header, digests)

@@ -19,8 +19,8 @@ from staleflow.tasks.sources.prompts import Prompts
 
 
 class ObservationTokens(NamedTuple):
-    """The token ids of an observation. parent_end: position at which a context branch starts with them; None without a
-    branch."""
+    """The token ids of an observation. parent_end: if a context branch starts with them, the position behind the last
+    token that it keeps of the earlier context; else None."""
 
     tokens: list[int]
     parent_end: int | None = None
@@ -34,7 +34,7 @@ class RenderError(NamedTuple):
 
 class ObservationEncoder:
     """Encodes observations as token ids. Safe in any thread. agent_sources: numbers of the task sources whose messages
-    are those of agents, so that each episode has its own."""
+    are those of agents. Each episode of these has messages of its own."""
 
     def __init__(self, prompts: Prompts, agent_sources: frozenset[int] = frozenset()) -> None:
         self._prompts, self._agent_sources = prompts, agent_sources
@@ -117,8 +117,8 @@ def observation_entry(
     )
 
 
-def _num_spans_through_turn(t: Trajectory, turn_index: int) -> int:
-    """Return the number of spans up to the end of turn `turn_index`, counted from 1, which an observation follows."""
+def _num_spans_through_turn(t: Trajectory, turn_number: int) -> int:
+    """Return the number of spans up to the end of turn `turn_number`, counted from 1, which an observation follows."""
     sampled = [isinstance(span, Segment) for span in t.spans]
     ends = [stop for stop, (before, after) in enumerate(pairwise(sampled), start=1) if before and not after]
-    return ends[turn_index - 1]
+    return ends[turn_number - 1]

@@ -19,7 +19,7 @@ from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import EngineLoad, FailedRequest, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.response_drafter import Drafter
-from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests, StopChecks
+from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests, StopCheckMaker
 
 CLOSE_S = 10.0
 """Maximum number of seconds that `close` waits for the current step."""
@@ -35,7 +35,7 @@ class EngineThread(ABC):
         """model: folder or hub name, for the tokenizer of stop strings."""
         self._instance = instance
         self._requests = RunningRequests(instance)
-        self._stop_checks = StopChecks(model)
+        self._stop_check_maker = StopCheckMaker(model)
         self._drafter: Drafter | None = None
         self._condition = threading.Condition()
         """The lock. It is notified of calls, events and the thread's end."""
@@ -51,7 +51,7 @@ class EngineThread(ABC):
         return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._stop_checks.prepare(requests)
+        self._stop_check_maker.prepare(requests)
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -189,7 +189,7 @@ class EngineThread(ABC):
             if previous.request.route_number >= request.route_number:
                 return  # a repeated request, or an old one that was delayed
             self._stop([request.trajectory])
-        running = RunningRequest(request, stop_check=self._stop_checks.make_check(request))
+        running = RunningRequest(request, stop_check=self._stop_check_maker.make_check(request))
         if running.has_stopped:  # its instance was lost before it could report the end of the turn
             self._emit(running.sampled_tokens(FinishReason.STOP))
             return

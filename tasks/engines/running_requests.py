@@ -127,7 +127,7 @@ class RunningRequests:
             running.version = version
         self.version, self._served_versions = version, [version]
 
-    def drop_old(self, newest: PolicyVersion, num_kept: int) -> list[PolicyVersion]:
+    def drop_old_versions(self, newest: PolicyVersion, num_kept: int) -> list[PolicyVersion]:
         """Stop serving the versions that no request runs under and that are not among the latest `num_kept` up to
         `newest`, which is served next. Returns the dropped versions."""
         dropped_versions = adapters.unused_versions(
@@ -142,8 +142,8 @@ class RunningRequests:
         self._served_versions = sorted({*self._served_versions, version})
 
     def add(self, running: RunningRequest) -> str:
-        """Add a request and choose the version that it runs under: the oldest served one that it accepts. Returns its
-        key, which was never used before."""
+        """Add a request and choose the version that it runs under: the oldest served one that it accepts, or the newest
+        if it accepts none or requires no version. Returns its key, which was never used before."""
         request = running.request
         self._num_added += 1
         running.version = adapters.version_for(self._served_versions, request.version)
@@ -196,6 +196,7 @@ class RunningRequests:
         ]
 
     def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+        """Return the engine's load. waiting, preemptions: the engine's counts of waiting requests and preemptions."""
         busy_s = self._busy_s
         if self._busy_since is not None:
             busy_s += time.monotonic() - self._busy_since
@@ -223,7 +224,7 @@ MARGIN_CHARS = 16
 from the full text."""
 MAX_TOKENS_PER_CHARACTER = 4
 """Maximum number of tokens of one character: one for each of its bytes."""
-MAX_UNDECODED_WINDOWS = 64
+FORCED_CUT_FACTOR = 64
 """Length of the window, in multiples of `_window_chars`, above which it is shortened even if it ends in an incomplete
 character."""
 
@@ -238,8 +239,10 @@ class StopCheck:
         self._window_chars = max(map(len, self._strings)) + MARGIN_CHARS
         """Number of characters at the end of the text in which the next match may begin, with a margin."""
         self._window: list[int] = []
-        """The last tokens of the turn. Their text has at least `_window_chars` characters, unless the whole turn is
-        shorter."""
+        """The last tokens of the turn, without special tokens, which have no text. Their text has at least
+        `_window_chars` characters, unless the whole turn is shorter."""
+        self._text = ""
+        """Text of the window when the last token was added."""
         self.has_stopped = False
         """Whether the text has a stop string. The last token that was added completes it."""
         self.add(tokens)
@@ -249,19 +252,25 @@ class StopCheck:
         for count, token in enumerate(tokens):
             if self.has_stopped:
                 return count
+            text = self._detokenizer.text([*self._window, token])
+            if text == self._text and self._is_special(token):  # else many of them would make each token slow
+                continue
             self._window.append(token)
-            text = self._detokenizer.text(self._window)
+            self._text = text
             self.has_stopped = find_stop(text, self._strings) is not None
             if len(text) > 4 * self._window_chars:
                 self._shorten()
         return len(tokens)
+
+    def _is_special(self, token: int) -> bool:
+        return not self._detokenizer.text([token]) and bool(self._detokenizer.text([token], special=True))
 
     def _shorten(self) -> None:
         """Drop about the first half of the window if the rest has enough text, so that the cost of a token is constant
         on average. The cut is never inside a character, which could not be decoded; it is chosen only when the last
         character is complete."""
         text, middle = self._detokenizer.text(self._window), max(1, len(self._window) // 2)
-        if text.endswith("\ufffd") and len(text) < MAX_UNDECODED_WINDOWS * self._window_chars:
+        if text.endswith("\ufffd") and len(text) < FORCED_CUT_FACTOR * self._window_chars:
             return
         for start in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
             suffix = self._detokenizer.text(self._window[start:])
@@ -269,10 +278,11 @@ class StopCheck:
                 return
             if text.endswith(suffix[MARGIN_CHARS:]):
                 del self._window[:start]
+                self._text = suffix
                 return
 
 
-class StopChecks:
+class StopCheckMaker:
     """Creates the StopCheck of each request, and loads the tokenizer for the first request with stop strings. model:
     folder or hub name."""
 

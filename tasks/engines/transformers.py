@@ -194,7 +194,7 @@ class TransformersEngine(EngineThread):
         assert self._adapters is not None
         self._adapters.add(version, layers, tensors)
         with self._condition:
-            for old_version in self._requests.drop_old(version, self._settings.num_served_versions):
+            for old_version in self._requests.drop_old_versions(version, self._settings.num_served_versions):
                 self._adapters.drop(old_version)
             self._requests.serve(version)
 

@@ -213,7 +213,7 @@ class VllmEngine(EngineThread):
     def _load_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> bool:
         """Serve an adapter beside the others. Returns False if no slot is free yet."""
         with self._condition:
-            old_versions = self._requests.drop_old(version, self._settings.num_served_versions)
+            old_versions = self._requests.drop_old_versions(version, self._settings.num_served_versions)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
             for old_version in old_versions:
                 vllm_adapters.drop(old_version)

@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, factories, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Discard, Route, Train
+from staleflow.pipeline.coordination.commands import Discard, FetchPrompts, Route, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     InstanceJoined,
@@ -22,6 +22,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.profiling.diagnosis import compute_sizes
+from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run, write_profile
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.step_times import sum_steady_steps, sum_steps
@@ -249,3 +250,12 @@ def test_groups_that_are_wholly_discarded_are_forgotten() -> None:
     assert watch._prompt_tokens.keys() == {1, 2}
     watch.observe(2.0, Tick(), (Train(step=0, trajectories=(TrajectoryId(3),), versions=(PolicyVersion(0),)),))
     assert watch._prompt_tokens.keys() == watch._num_live.keys() == {2}
+
+
+def test_overlapping_requests_for_prompts_are_measured_each() -> None:
+    tracker = LatencyTracker()
+    tracker.observe(0.0, Tick(), [FetchPrompts(num_groups=2)])
+    tracker.observe(4.0, Tick(), [FetchPrompts(num_groups=1)])
+    for group, now in enumerate((5.0, 6.0, 7.0)):
+        tracker.observe(now, GroupsArrived(groups=(NewGroup(group=GroupId(group), prompt_tokens=1),)), ())
+    assert tracker.means["fetch_prompts_s"] == pytest.approx((5.0 + 3.0) / 2)

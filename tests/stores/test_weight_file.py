@@ -72,7 +72,7 @@ def test_tensors_are_released_while_an_iterator_is_written(
     described = {name: torch.empty(16, device="meta") for name in tensors}
     fingerprint_of_file = weight_file.write(tmp_path / "file", TensorStream(described, come()))
     assert fingerprint_of_file == fingerprint(tensors) == fingerprint(load_file(tmp_path / "file"))
-    assert most <= weight_hash.MAX_QUEUED_PIECES * threads + 3
+    assert most <= weight_hash.QUEUED_PIECES_PER_THREAD * threads + 3
 
 
 def test_non_contiguous_tensors_are_written_in_logical_order(tmp_path: Path) -> None:

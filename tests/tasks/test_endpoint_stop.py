@@ -111,10 +111,12 @@ def test_stop_check_matches_a_brute_force_search() -> None:
     assert 50 < result < 290
 
 
-def test_stop_check_cost_per_token_is_constant() -> None:
+@pytest.mark.parametrize("said", ["word and another ", "<|im_end|><|im_start|><|im_end|>"])
+def test_stop_check_cost_per_token_is_constant(said: str) -> None:
     texts = CountingTokenizer()
     check = StopCheck(texts, ["never said"])
-    tokens = TEXTS.ids("word and another ")
+    check.add(TEXTS.ids("A turn: "))
+    tokens = TEXTS.ids(said)
     for _ in range(20):
         check.add(tokens)
     first = texts.decoded

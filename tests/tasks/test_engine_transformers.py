@@ -334,7 +334,7 @@ def test_a_request_that_cannot_be_started_fails_alone(
             if errors:
                 raise errors.pop()
 
-        owner, method = (engine._stop_checks, "make_check") if part == "stop check" else (engine._drafter, "begin")
+        owner, method = (engine._stop_check_maker, "make_check") if part == "stop check" else (engine._drafter, "begin")
         monkeypatch.setattr(owner, method, fail_once)
         engine.submit([request(0), request(1)])
         ended: dict[int, Any] = {}
