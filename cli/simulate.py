@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 @click.option(
     "--sweep", "sweeps", metavar="KEY=V1,V2", multiple=True, help="One row per value; several sweeps: all combinations."
 )
-@click.option("--baselines", is_flag=True, help="Add a row for each other system's admission rule, at the same bound.")
+@click.option(
+    "--baselines",
+    is_flag=True,
+    help="Add a row for each other system's admission rule, at the same staleness bound.",
+)
 @click.option("--explain", is_flag=True, help="Show where the time goes, compared with the lower bound on step time.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and no table.")
 def simulate(
@@ -66,7 +70,7 @@ def simulate(
     rows = variants(load, overrides, values_by_key, baselines)
     is_quiet = as_json or len(rows) == 1
     results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=is_quiet))
-    if not as_json and (note := note or assumptions(load(overrides))):
+    if not as_json and (note := note or assumptions(rows[0].job)):
         click.echo(note, err=True)  # printed last, so that an error is one line
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
@@ -160,7 +164,7 @@ def profile(run: str, out: str | None, as_json: bool) -> None:
 
 
 def print_profile(profile: Profile, path: Path) -> None:
-    """Print the coefficients, their errors and how to use them."""
+    """Print the coefficients, the error of the step times that they give, and how to use them."""
     stored, fit = profile.as_dict(), profile.fit
     coefficients = stored["coefficients"]
     coefficients.pop("verify_share")

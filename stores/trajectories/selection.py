@@ -20,15 +20,22 @@ import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
 
-Column = npt.NDArray[Any]
+ColumnValues = npt.NDArray[Any]
 MAX_SHOWN_CHARACTERS = 200
-"""Characters of an expression that messages repeat."""
+"""Characters of an expression, or of a part of one, that a message repeats."""
+
+
+def _is_member(left: Any, right: list[Any]) -> Any:
+    """Whether each value equals one of `right`, as by `==`; np.isin would compare float32 as float64."""
+    none = np.zeros(np.shape(left), bool)[()]
+    return functools.reduce(np.logical_or, (left == value for value in right), none)
+
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
     ast.Eq: operator.eq, ast.NotEq: operator.ne,
-    ast.In: lambda left, right: np.isin(left, right)[()],  # of a number, a number
-    ast.NotIn: lambda left, right: ~np.isin(left, right)[()],
+    ast.In: _is_member,
+    ast.NotIn: lambda left, right: ~_is_member(left, right),
 }  # fmt: skip
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -42,7 +49,7 @@ class Selection:
 
     text: str = ""
 
-    def mask(self, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
+    def mask(self, columns: Mapping[str, ColumnValues]) -> npt.NDArray[np.bool_]:
         """[R] bool, whether each row is selected. columns: [R] arrays by name. Raises ConfigError, which names the
         fault.
 
@@ -71,7 +78,7 @@ class Selection:
             raise self._error("is not a condition on trajectories, such as reward > 0")
         return result
 
-    def _value(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+    def _value(self, node: ast.expr, columns: Mapping[str, ColumnValues]) -> Any:
         match node:
             case ast.BoolOp(op=op, values=values):
                 parts = [self._condition(v, columns) for v in values]
@@ -89,7 +96,7 @@ class Selection:
                 if name not in columns:
                     near = difflib.get_close_matches(name, columns, n=1)
                     raise self._error(
-                        f"there is no column {name!r}; "
+                        f"there is no column {_shortened(name)!r}; "
                         + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(columns)}")
                     )
                 return columns[name]
@@ -98,42 +105,47 @@ class Selection:
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
                 values = [self._value(e, columns) for e in elements]
                 if any(isinstance(value, (list, np.ndarray)) for value in values):
-                    raise self._error(f"{ast.unparse(node)!r} may hold only numbers or only texts")
+                    raise self._error(f"{_shortened(ast.unparse(node))!r} may hold only numbers or only texts")
                 return values
             case _:
                 raise self._error(
-                    f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
+                    f"{_shortened(ast.unparse(node))!r} is not supported; use comparisons, and, or, not, in, + - * / %"
                 )
 
-    def _compare(self, operands: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
+    def _compare(self, operands: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, ColumnValues]) -> Any:
         parts = [self._value(operand, columns) for operand in operands]
         conditions = []
         for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
             is_membership = isinstance(op, (ast.In, ast.NotIn))
             if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != is_membership:
                 raise self._error("compares values that cannot be compared")
-            kinds = [_is_text(x) for x in ([left, *right] if is_membership else [left, right])]
-            if any(kinds) != all(kinds):
+            are_texts = [_is_text(x) for x in ([left, *right] if is_membership else [left, right])]
+            if any(are_texts) != all(are_texts):
                 raise self._error("compares text with numbers; quote text, as in fate == 'consumed'")
             conditions.append(_COMPARISONS[type(op)](left, right))
         return functools.reduce(np.logical_and, conditions)
 
-    def _condition(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+    def _condition(self, node: ast.expr, columns: Mapping[str, ColumnValues]) -> Any:
         value = self._value(node, columns)
         if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
-            raise self._error(f"{ast.unparse(node)!r} is neither true nor false")
+            raise self._error(f"{_shortened(ast.unparse(node))!r} is neither true nor false")
         return value
 
-    def _number(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+    def _number(self, node: ast.expr, columns: Mapping[str, ColumnValues]) -> Any:
         value = self._value(node, columns)
         if isinstance(value, list) or _is_text(value):
-            raise self._error(f"{ast.unparse(node)!r} is not a number")
-        is_bool = isinstance(value, (np.ndarray, np.bool_)) and value.dtype == np.bool_
-        return value.astype(np.int64) if is_bool else value  # numpy's own arithmetic of them is not Python's
+            raise self._error(f"{_shortened(ast.unparse(node))!r} is not a number")
+        # numpy's arithmetic of booleans is not Python's, and that of small integers overflows silently
+        is_small = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biu"
+        return value.astype(np.int64) if is_small else value
 
     def _error(self, problem: str) -> ConfigError:
-        text = self.text if len(self.text) <= MAX_SHOWN_CHARACTERS else f"{self.text[:MAX_SHOWN_CHARACTERS]}..."
-        return ConfigError(f"where {text!r}: {problem}")
+        return ConfigError(f"where {_shortened(self.text)!r}: {problem}")
+
+
+def _shortened(text: str) -> str:
+    """The beginning of an expression, or of a part of one, for messages."""
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def _is_text(value: Any) -> bool:

@@ -111,8 +111,8 @@ def tool_maker(scoring: ScoringSettings, config: EnvironmentConfig) -> EpisodeMa
     def close() -> None:
         scorer.close()
         for tool in tools.values():
-            if tool.server is not None:
-                tool.server.close()
+            if tool.fork_server is not None:
+                tool.fork_server.close()
 
     return EpisodeMaker(
         make=lambda record: ToolEpisode(record, tools, config),

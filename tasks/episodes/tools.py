@@ -39,17 +39,17 @@ class Tool:
     Args:
         description: Description for the model.
         parameters: JSON schema of the arguments.
-        argument: Name of the argument that a call may pass without a name; empty if there is none.
+        unnamed_argument: Name of the argument that a call may pass without a name; empty if there is none.
         run: run(argument, timeout_s, config) executes a call and returns its result.
         self_test: An argument, and the result of a working tool for it.
     """
 
     description: str
     parameters: Mapping[str, Any]
-    argument: str
+    unnamed_argument: str
     run: Callable[[str, float, EnvironmentConfig], Awaitable[str]]
     self_test: tuple[str, str] = ("", "")
-    server: ForkServer | None = field(default=None, compare=False)
+    fork_server: ForkServer | None = field(default=None, compare=False)
     """Forks a process for each call of a user's tool, whose `run` receives all arguments as JSON; None for built-in
     tools."""
 
@@ -72,14 +72,14 @@ TOOLS = {
     "calculator": Tool(
         description="Computes an arithmetic expression.",
         parameters=_text_argument_schema("expression", "such as 12 * 7"),
-        argument="expression",
+        unnamed_argument="expression",
         run=_run_calculator,
         self_test=("6 * 7", "42"),
     ),
     "python": Tool(
         description="Runs Python code; returns its output, and the value of a last expression.",
         parameters=_text_argument_schema("code", "such as print(12 * 7)"),
-        argument="code",
+        unnamed_argument="code",
         run=_run_python,
         self_test=("import math; math.gcd(12, 18)", "6"),
     ),
@@ -105,9 +105,9 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
     return user_tool.name, Tool(
         description=user_tool.description,
         parameters=user_tool.parameters,
-        argument=positional_argument(user_tool.parameters),
+        unnamed_argument=positional_argument(user_tool.parameters),
         run=functools.partial(_call_user_tool, server),
-        server=server,
+        fork_server=server,
     )
 
 
@@ -145,8 +145,8 @@ def describe_tools(config: EnvironmentConfig) -> str:
 async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> None:
     """Raise ConfigError for a tool that does not work on this machine. Starts the fork servers of users' tools."""
     for name, tool in tools.items():
-        if tool.server is not None:
-            await asyncio.to_thread(tool.server.start)
+        if tool.fork_server is not None:
+            await asyncio.to_thread(tool.fork_server.start)
             continue
         argument, expected_output = tool.self_test
         output = await tool.run(argument, config.step_timeout_s, config)
@@ -184,16 +184,16 @@ def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
 
 
 def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
-    if tool.server is None:
+    if tool.fork_server is None:
         return ToolCall(name=name, text=text, is_tagged=True)
-    if not tool.argument:
+    if not tool.unnamed_argument:
         arguments = ", ".join(tool.parameters["properties"])
         error = (
             f'call it as <tool_call>{{"name": "{name}", "arguments": {{...}}}}</tool_call>, with {arguments or "none"}'
         )
         return ToolCall(name=name, error=error, is_tagged=True)
-    value = read_argument(text.strip(), tool.parameters["properties"][tool.argument])
-    return _user_tool_call(name, {tool.argument: value}, tool, is_tagged=True)
+    value = read_argument(text.strip(), tool.parameters["properties"][tool.unnamed_argument])
+    return _user_tool_call(name, {tool.unnamed_argument: value}, tool, is_tagged=True)
 
 
 def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, is_tagged: bool = False) -> ToolCall:
@@ -213,15 +213,30 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
     if tool is None:
         return ToolCall(error=f"there is no tool {call['name']}; there are {', '.join(tools)}")
     arguments: Any = call.get("arguments", call.get("parameters"))
-    if tool.server is not None:
-        kwargs = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
-        return _user_tool_call(call["name"], kwargs, tool)
-    argument = arguments.get(tool.argument) if isinstance(arguments, dict) else arguments
+    arguments = _decoded(arguments, tool) if isinstance(arguments, str) else {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        if not tool.unnamed_argument:
+            names = ", ".join(tool.parameters["properties"]) or "none"
+            return ToolCall(error=f"{call['name']}: arguments must be an object, of {names}")
+        arguments = {tool.unnamed_argument: arguments}
+    if tool.fork_server is not None:
+        return _user_tool_call(call["name"], arguments, tool)
+    argument = arguments.get(tool.unnamed_argument)
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         argument = str(argument)
     if not isinstance(argument, str):
-        return ToolCall(error=f'{call["name"]} takes {{"{tool.argument}": text}}')
+        return ToolCall(error=f'{call["name"]} takes {{"{tool.unnamed_argument}": text}}')
     return ToolCall(name=call["name"], text=argument)
+
+
+def _decoded(text: str, tool: Tool) -> Any:
+    """Decode arguments that are an object written as a text, as in OpenAI's format; other texts are returned."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_object = isinstance(arguments, dict) and arguments.keys() <= tool.parameters["properties"].keys()
+    return arguments if is_object else text
 
 
 class ToolEpisode:

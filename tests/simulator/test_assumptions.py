@@ -41,3 +41,10 @@ def test_assumed_numbers_are_listed_with_the_way_to_measure_them(
     Path("runs/mine/summary.json").write_text("{}")
     expected = "this job has run, with all of them measured: staleflow simulate --from runs/mine"
     assert simulate_output("job.toml").endswith(f"; {expected}")
+
+
+def test_a_swept_number_is_not_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB + "[staleness]\neta = -1\n")
+    output = simulate_output("job.toml", "--sweep", "staleness.eta=0,1", "--sweep", "simulation.train_s=1")
+    assert output.startswith("assumed, not measured: ") and "train_s" not in output

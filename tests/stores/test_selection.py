@@ -17,6 +17,8 @@ COLUMNS: dict[str, Any] = {
     "staleness": np.array([0, 1, 2, -1]),
     "response_tokens": np.array([10, 20, 30, 40]),
     "fate": np.array(["consumed", "consumed", "consumed", "aborted"]),
+    "source": np.array([40, 1, 0, -3], np.int16),
+    "kl": np.array([0.1, 0.5, 0.3, np.nan], np.float32),
     "loss_mask": np.array([True, True, False, False]),
 }
 
@@ -38,6 +40,12 @@ COLUMNS: dict[str, Any] = {
         ("loss_mask + loss_mask == 2", [0, 1]),
         ("0 < 0.5 < reward", [1, 3]),
         ("reward > 0.5 < 0", []),
+        ("kl == 0.1", [0]),
+        ("kl in (0.1, 0.5)", [0, 1]),
+        ("kl not in (0.1, 0.5)", [2, 3]),
+        ("kl in ()", []),
+        ("source * 1000 > 5", [0, 1]),
+        ("source + 40000 > 5", [0, 1, 2, 3]),
     ],
 )
 def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> None:
@@ -69,6 +77,9 @@ def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> 
         (f"reward > {'9' * 400}", "cannot be computed"),
         (f"staleness * {'9' * 40} > 0", "cannot be computed"),
         ("staleness in (1, reward)", "may hold only numbers or only texts"),
+        ("1 in ()", "is not a condition"),
+        (f"-('{'x' * 300}') > 0", "xxx...\" is not a number"),
+        (f"{'x' * 300} > 0", f"no column '{'x' * 200}...'"),
         ("-" * 5000 + "reward > 0", "is nested too deeply"),
         ("not " * 3000 + "(reward > 0)", "is nested too deeply"),
         ("+".join(["reward"] * 20_000) + " > 0", "is nested too deeply"),
@@ -79,6 +90,7 @@ def test_invalid_expressions_give_a_one_line_error(text: str, message: str) -> N
         Selection(text).mask(COLUMNS)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 550
 
 
 @given(st.integers(-2, 3), st.floats(-1, 2), st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), st.booleans())

@@ -70,8 +70,8 @@ async def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     ) == ["<result>Lima</result>", "<result>error: KeyError: 'Atlantis'</result>", "Par"]
     assert tools["capital"].description == "The capital of a country, or its first letters."
     for tool in tools.values():
-        if tool.server is not None:
-            tool.server.close()
+        if tool.fork_server is not None:
+            tool.fork_server.close()
 
 
 def test_answer_patterns_of_the_docs_match_their_system_messages() -> None:

@@ -12,9 +12,11 @@ from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.user_tools import MAX_RESULT_CHARS, load_tool
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
+from staleflow.tasks.episodes.tools import parse_tool_calls, tools_of
 
 FILE = '''
 import asyncio, os, time
@@ -162,8 +164,36 @@ def test_each_tool_call_runs_in_a_new_process(job: Path) -> None:
         "error: lookup: there is no argument b; there are word, among, kind",
         "error: lookup: argument among must be a list of a text or null",
         "<result>error: slow: argument seconds must be a number</result>",
-        "error: lookup: argument word must be a text",
+        "error: lookup: argument word is missing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "error"),
+    [
+        ("", "{}", ""),
+        (', "arguments": null', "{}", ""),
+        (', "arguments": {"zone": "CET"}', '{"zone": "CET"}', ""),
+        (', "parameters": "{\\"zone\\": \\"CET\\"}"', '{"zone": "CET"}', ""),
+        (', "arguments": "CET"', "", "now: arguments must be an object, of zone, form"),
+        (', "arguments": [7]', "", "now: arguments must be an object, of zone, form"),
+    ],
+)
+def test_json_calls_of_a_tool_without_required_arguments(
+    tmp_path: Path, arguments: str, text: str, error: str
+) -> None:
+    (tmp_path / "now.py").write_text('def now(zone: str = "", form: str = "") -> str:\n    "Returns the time."\n')
+    tools = tools_of(EnvironmentConfig(tools=(f"{tmp_path}/now.py:now",)))
+    (parsed,) = parse_tool_calls(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>', tools)
+    assert (parsed.text, parsed.error) == (text, error)
+
+
+def test_a_text_argument_may_be_json_itself(tmp_path: Path) -> None:
+    (tmp_path / "now.py").write_text('def now(zone: str = "") -> str:\n    "Returns the time."\n')
+    tools = tools_of(EnvironmentConfig(tools=(f"{tmp_path}/now.py:now",)))
+    calls = ('{"name": "now"}', '{"name": "now", "arguments": "[7]"}', '{"name": "now", "arguments": "{\\"a\\": 1}"}')
+    parsed = parse_tool_calls("".join(f"<tool_call>{call}</tool_call>" for call in calls), tools)
+    assert [json.loads(call.text) for call in parsed] == [{}, {"zone": "[7]"}, {"zone": '{"a": 1}'}]
 
 
 def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None:
