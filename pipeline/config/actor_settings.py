@@ -71,7 +71,7 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
             config=config.endpoint,
             model=config.name,
             temperature=config.rollout.temperature,
-            vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) else 0,
+            vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) or is_agent(task.eval_source) else 0,
         ),
     )
 

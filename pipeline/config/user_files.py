@@ -134,7 +134,7 @@ def with_multi_turn(config: RunConfig) -> RunConfig:
 def data_file(source: str) -> tuple[str, Path | None]:
     """Split a task source into (kind, path) of its data set. No path: not a local file, such as a data set on the hub.
     Empty kind: not a data set."""
-    kind, path = kind_of(source), Path(source.partition(":")[2])
+    kind, path = kind_of(source), Path(source.partition(":")[2]).expanduser()
     if kind is None or kind.type is not SourceType.ROWS:
         return "", None
     return kind.name, path if kind.name_is_path or path.exists() else None

@@ -14,6 +14,7 @@ from staleflow.tasks.environments.episode import Environment
 from staleflow.tasks.environments.gym_environments import GymEnvironment
 from staleflow.tasks.environments.user_tools import TOOLS_KEY, load_tool, tool_environment
 from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.dataset_columns import Use
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.source_kinds import SourceType, has_turns, kind_of, open_source
 
@@ -38,10 +39,14 @@ def traits_of(source: str, key: str) -> EnvironmentTraits:
 
 
 def open_environment(
-    source: str, options: Mapping[str, Any], key: str = "task.source", endpoint: EndpointSettings | None = None
+    source: str,
+    options: Mapping[str, Any],
+    key: str = "task.source",
+    endpoint: EndpointSettings | None = None,
+    use: Use = Use.BOTH,
 ) -> Environment:
     """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. Raises ConfigError. key: key in the job
-    file, which may also be that of user tools. endpoint: see ForkSettings."""
+    file, which may also be that of user tools. endpoint, use: see ForkSettings."""
     if key == TOOLS_KEY:
         return tool_environment(load_tool(source))
     label = f"{key} = {source!r}"
@@ -53,7 +58,7 @@ def open_environment(
         env: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
         return env
     if kind is not None:
-        rows = (_rows(options, label),) if kind.takes_rows else ()
+        rows = (_rows(options, label), use) if kind.takes_rows else ()
         return GymEnvironment(kind.open(name, options, label, *rows, label=label))
     code = user_code.load(source, key)
     if not has_turns(code):

@@ -11,8 +11,10 @@ from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, re
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import Resetter
 from staleflow.tasks.rendering.task_source import Record, Task, TaskSource, require_text
+from staleflow.tasks.settings.dataset_columns import Use
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.seeds import task_seed
+from staleflow.tasks.settings.source_kinds import kind_of
 
 
 class EnvironmentSource:
@@ -30,13 +32,22 @@ class EnvironmentSource:
         key: str,
         config: EnvironmentConfig,
         endpoint: EndpointSettings,
+        use: Use = Use.BOTH,
     ) -> None:
-        """Load the environment. key: its key in the job file, for messages. endpoint: the endpoint of agents."""
+        """Load the environment. key: its key in the job file, for messages. endpoint: the endpoint of agents. use:
+        which rows are used, if its tasks are rows."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
         settings = ForkSettings(
-            source=source, options=dict(options), key=key, memory_mib=config.memory_mib, endpoint=endpoint.local
+            source=source,
+            options=dict(options),
+            key=key,
+            memory_mib=config.memory_mib,
+            endpoint=endpoint.local,
+            use=use,
         )
+        kind = kind_of(source)
+        self._has_rows = kind is not None and kind.takes_rows
         self._resetter = Resetter(settings, config.step_timeout_s)
         self.task(0)
 
@@ -50,7 +61,7 @@ class EnvironmentSource:
             task_label = f"{'held-out ' if held_out else ''}task {index}"
             reason = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"
             raise ConfigError(f"{self._where}: {task_label}: {reason}") from error
-        return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)
+        return Task(prompt=prompt, record=record_of(start, prompt), seed=None if self._has_rows else start.seed)
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
         return self

@@ -29,6 +29,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
 from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_with_location
 from staleflow.tasks.environments.pickled_messages import HEADER, encode_message, read_exactly, read_message
+from staleflow.tasks.settings.dataset_columns import Use
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 COMMAND = struct.Struct("<cq")
@@ -49,6 +50,7 @@ class ForkSettings:
     """Settings of a fork server.
 
     memory_mib: memory that an episode's process may use in addition to the loaded environment; 0 for no limit.
+    use: which rows of the environment's data set are used, if its tasks are rows.
     endpoint: settings of the endpoint that runs in each agent's process; None if agents use an endpoint elsewhere.
     """
 
@@ -56,6 +58,7 @@ class ForkSettings:
     options: dict[str, Any]
     key: str
     memory_mib: int
+    use: Use = Use.BOTH
     endpoint: EndpointSettings | None = None
 
 
@@ -274,7 +277,9 @@ def main() -> None:
     try:
         settings: ForkSettings = read_value(control)
         try:
-            environment = open_environment(settings.source, settings.options, settings.key, settings.endpoint)
+            environment = open_environment(
+                settings.source, settings.options, settings.key, settings.endpoint, settings.use
+            )
         except ConfigError as error:
             control.sendall(encode_message(str(error)))
             return

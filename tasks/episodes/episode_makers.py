@@ -17,6 +17,7 @@ from staleflow.tasks.episodes.agents import AgentEpisode
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
 from staleflow.tasks.episodes.tools import Tool, ToolEpisode, tools_of
 from staleflow.tasks.rendering.task_source import Record
+from staleflow.tasks.settings.dataset_columns import Use
 from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_source
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -52,8 +53,9 @@ def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: En
     key = "task.eval_source" if is_eval_source else "task.source"
     task, config = source.task, source.environment_config
     reference, options = (task.eval_source, source.eval_options) if is_eval_source else (task.source, source.options)
+    use = Use.EVALUATION if is_eval_source else source.training_use
     fork_server = ForkServer(
-        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=config.memory_mib)
+        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=config.memory_mib, use=use)
     )
     is_isolated = config.isolation == "process"
     if is_agent(reference):
@@ -66,7 +68,7 @@ def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: En
             repeatable=traits.repeatable,
             close=fork_server.close,
         )
-    environment = open_environment(reference, options, key)
+    environment = open_environment(reference, options, key, use=use)
     return EpisodeMaker(make=lambda record: environment.episode(start_of(record)), repeatable=traits.repeatable)
 
 

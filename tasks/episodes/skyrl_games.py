@@ -7,17 +7,18 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 
-def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows) -> Callable[[], SkyRLGame]:
+def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows, use: Use) -> Callable[[], SkyRLGame]:
     """Return a function that creates episodes of an environment. Raises ConfigError.
 
     Args:
         options: `rows`, which names the data set, and `env_config`, settings of the environment.
         label: Name of the environment in the job file, for messages.
         data: The data set, with the column `prompt` and columns that the environment needs, such as `reward_spec`.
+        use: Which rows are held out.
     """
     import skyrl_gym
     from skyrl_gym.envs.registration import registry
@@ -28,7 +29,7 @@ def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows) -> 
         raise ConfigError(
             f"{label}: task.options.{min(unknown_options)}: unknown; there are rows, the data set, and env_config"
         )
-    rows = RowSource(data, Columns(answer=""), f"{label}: rows")
+    rows = RowSource(data, Columns(answer=""), f"{label}: rows", use)
 
     def make() -> SkyRLGame:
         return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)

@@ -1,10 +1,20 @@
-"""Names of the columns that hold a data set's prompts and answers."""
+"""The columns and rows of a data set that a run uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from staleflow.tasks.settings.knobs import knob
+
+
+class Use(Enum):
+    """Which rows of a data set are held out. BOTH: about the last tenth, at least one. TRAINING: none. EVALUATION:
+    all."""
+
+    BOTH = "both"
+    TRAINING = "training"
+    EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

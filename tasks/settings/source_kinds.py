@@ -63,7 +63,8 @@ class SourceKind:
     name_is_code: bool = False
     """Whether NAME is user code, file.py:NAME."""
     takes_rows: bool = False
-    """For environments: whether the tasks are rows of the data set in the option `rows`, which `opener` receives."""
+    """For environments: whether the tasks are rows of the data set in the option `rows`; `opener` also receives
+    the Rows and their Use."""
     needs_tokenizer: bool = False
     """Whether the option `tokenizer` defaults to the model's folder."""
 

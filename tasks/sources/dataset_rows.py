@@ -6,8 +6,8 @@ import collections
 import copy
 import difflib
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,27 +21,15 @@ from staleflow.tasks.rendering.task_source import (
     prompt_of,
     require_text,
 )
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.settings.reward_functions import NO_ANSWER
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
 SPLIT = "train"
-"""The split that is used unless the options name another."""
+"""The split that is used unless the options name another, or there is only one."""
 SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that save_to_disk wrote: one of them is there."""
-
-
-class Use(Enum):
-    """How the rows of a data set are used. BOTH: the last tenth is held out from training."""
-
-    BOTH = "both"
-    TRAINING = "training"
-    EVALUATION = "evaluation"
-
-
-MISSING = object()
-"""In place of the value of a column that a row lacks."""
 
 
 class Rows(Protocol):
@@ -57,7 +45,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Record: ...
 
     def column(self, name: str) -> Iterator[Any]:
-        """The values of a column, row by row; MISSING for a row without one."""
+        """The values of a column, row by row; None for a row without one."""
         ...
 
     def location(self, index: int) -> str:
@@ -72,7 +60,7 @@ class JsonLines:
         """name: path of the file. label: its key and name in the job file, for messages. Raises ConfigError, which
         names the line."""
         _refuse_options(options, label)
-        path = Path(name)
+        path = Path(name).expanduser()
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
             lines = path.read_text("utf-8-sig").split("\n")
@@ -102,7 +90,7 @@ class JsonLines:
         return self._rows[index]
 
     def column(self, name: str) -> Iterator[Any]:
-        return (row.get(name, MISSING) for row in self._rows)
+        return (row.get(name) for row in self._rows)
 
     def location(self, index: int) -> str:
         return f"{self._path}, line {self._line_numbers[index]}"
@@ -117,7 +105,7 @@ class ParquetRows:
         from pyarrow import ArrowException, parquet
 
         _refuse_options(options, label)
-        path = Path(name)
+        path = Path(name).expanduser()
         with raised_as(ConfigError, f"{label}: cannot be read", OSError, ArrowException, describe=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
         self._path = path
@@ -142,13 +130,14 @@ class DatasetRows:
     accepts."""
 
     def __init__(self, name: str, options: Mapping[str, Any], label: str) -> None:
-        """options: `split`, train by default, and arguments of load_dataset. label: its key and name in the job file,
-        for messages. Raises ConfigError."""
+        """options: `split`, by default train or the only one, and arguments of load_dataset. label: its key and name in
+        the job file, for messages. Raises ConfigError."""
         import datasets
 
         arguments = dict(options)
         split = arguments.pop("split", None)
-        folder = Path(name).expanduser()
+        path = os.path.expanduser(name)  # keeps the ./ that distinguishes a folder from a name on the hub
+        folder = Path(path)
         if name.startswith((".", "/", "~")) and not folder.exists():
             raise ConfigError(f"{label}: no such folder")
         is_saved = any((folder / file).is_file() for file in SAVED_FOLDER_FILES)
@@ -156,14 +145,16 @@ class DatasetRows:
             raise ConfigError(f"{label}: a saved folder has no option {', '.join(arguments)}, only split")
         datasets.disable_progress_bars()  # they would be drawn across the live view
         try:
-            dataset = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(name, **arguments)
+            dataset = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, **arguments)
             if isinstance(dataset, Mapping):
-                split_name = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
+                split_name = split or (next(iter(dataset)) if len(dataset) == 1 else SPLIT)
                 if split_name not in dataset:
                     raise ConfigError(
                         f"{label}: no split {split_name!r}; set the option split to {' or '.join(dataset)}"
                     )
                 dataset = dataset[split_name]
+            elif split:
+                raise ConfigError(f"{label}: the folder holds a single data set; remove the option split")
         except ConfigError:
             raise
         except Exception as error:  # the package raises many kinds, those of the hub and of arrow too
@@ -201,7 +192,7 @@ class RowSource:
         self._rows, self._columns, self._label = rows, columns, label
         num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
         self._held_out_rows = range(count - num_held_out, count)
-        self._train: Sequence[int] = range(count - num_held_out) or range(count)
+        self._training_rows: Sequence[int] = range(count - num_held_out) or range(count)
         self.num_held_out = num_held_out
         self.held_out_notice = ""
         if count:  # all rows are checked before anything is computed
@@ -211,7 +202,7 @@ class RowSource:
             raise ConfigError(f"{label}: 0 rows; add some")
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        rows = self._held_out_rows if held_out else self._train
+        rows = self._held_out_rows if held_out else self._training_rows
         number = rows[index % len(rows)]
         row = self._rows[number]
         prompt = _at(row, self._columns.prompt)
@@ -222,10 +213,11 @@ class RowSource:
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
         prompts = held_out_prompts(evaluation or self, num_held_out)
-        rows = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
+        repeating = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}
+        rows = repeating.intersection(self._training_rows)
         if not rows:
             return self
-        if len(rows) == len(self._train):
+        if len(rows) == len(self._training_rows):
             if evaluation is None and not num_held_out:
                 return self  # no row is evaluated
             theirs, remedy = "task.eval_source", ""
@@ -236,7 +228,7 @@ class RowSource:
                 f"{self._label}: each training row has the prompt of {theirs}; add rows with other prompts{remedy}"
             )
         other = copy.copy(self)
-        other._train = [row for row in self._train if row not in rows]
+        other._training_rows = [row for row in self._training_rows if row not in rows]
         notice_start = f"{len(rows)} of {len(self._rows)} rows of {self._label} are "
         other.held_out_notice = (
             f"{notice_start}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out "
@@ -264,9 +256,9 @@ class RowSource:
     def _column(self, name: str, key: str) -> Iterator[Any]:
         """Values of a column, or of a field in one. key: of task.columns. Raises ConfigError where there is none."""
         head = name if name in self._rows.names else name.partition(".")[0]
-        values = self._rows.column(head) if head in self._rows.names else [MISSING]
+        values = self._rows.column(head) if head in self._rows.names else [None]
         for index, value in enumerate(values):
-            if (field := _at({head: value}, name)) is MISSING:
+            if (field := _at({head: value}, name)) is None:
                 if name in self._rows.names:
                     raise ConfigError(
                         f"{self._rows.location(index)}: no {name!r}, which other rows have; add it to this one"
@@ -284,11 +276,11 @@ def _refuse_options(options: Mapping[str, Any], label: str) -> None:
 
 
 def _at(record: Record, name: str) -> Any:
-    """A record's value by its column's name, or by `column.field`; MISSING if it has none."""
+    """A record's value by its column's name, or by `column.field`; None if it has none."""
     if name in record:
         return record[name]
     head, _, rest = name.partition(".")
-    return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else MISSING
+    return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else None
 
 
 def format_columns(name: str, names: Collection[str]) -> str:

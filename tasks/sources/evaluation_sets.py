@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Prompt, TaskSource, held_out_prompts
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.settings.task_config import EvaluationSetConfig
-from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import make_source
 
 

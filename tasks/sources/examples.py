@@ -12,9 +12,8 @@ import numpy as np
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, prompt_excerpt
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.settings.source_kinds import is_environment
-from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts, without_prompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source

@@ -27,17 +27,17 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.reward_functions import load_reward, reward_name_error
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
 from staleflow.tasks.settings.task_config import RewardPart, TaskConfig
-from staleflow.tasks.sources.dataset_rows import RowSource, Use
+from staleflow.tasks.sources.dataset_rows import RowSource
 from staleflow.tasks.sources.reasoning_gym_tasks import DRAW_LOCK
 
 
 class UserSource:
-    """A user's environment. NAME(options, seed) returns an object with two methods:
+    """A user's source of prompts that one response answers. NAME(options, seed) returns an object with two methods:
 
     record(index: int, held_out: bool) -> dict      # `prompt`, a text or messages, and what its verifier needs; pure
     score(answer: str, record: dict) -> float       # or (reward, its parts by name)
@@ -172,22 +172,27 @@ class SourceSettings:
 
     @property
     def is_agent_source(self) -> bool:
-        """Whether prompts may have limits for their first turns, as an agent's requests have."""
-        return is_agent(self.task.source)
+        """Whether training or evaluation prompts come from an agent, whose requests may limit their own responses."""
+        return is_agent(self.task.source) or is_agent(self.task.eval_source)
 
     @property
     def concurrency(self) -> int:
         """Number of tasks drawn at the same time: environments mostly wait for resets. Raises ConfigError."""
-        is_environment_source = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
+        is_environment_source = is_environment(self.task.source, "task.source")
         return self.environment_config.concurrency if is_environment_source else 1
 
     def build(self) -> TaskSource:
         """Create the task source. Raises ConfigError."""
         task = self.task
+        training = self._make_source(task.source, self.options, self.training_use)
         if not task.eval_source:
-            return self._make_source(task.source, self.options, Use.BOTH)
-        training = self._make_source(task.source, self.options, Use.TRAINING)
+            return training
         return SplitSource(training, self._make_source(task.eval_source, self.eval_options, Use.EVALUATION))
+
+    @property
+    def training_use(self) -> Use:
+        """Which rows of task.source's data set are used."""
+        return Use.TRAINING if self.task.eval_source else Use.BOTH
 
     @property
     def options(self) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def make_source(
         return EmulatedSource()
     if name and is_environment(source, key):
         return EnvironmentSource(
-            source, options, seed, key, environment_config or EnvironmentConfig(), endpoint or EndpointSettings()
+            source, options, seed, key, environment_config or EnvironmentConfig(), endpoint or EndpointSettings(), use
         )
     if name:
         return UserSource(source, options, seed, key)
@@ -288,20 +293,21 @@ def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
     if fault := reward_name_error(function):
         raise ConfigError(f"{key} {fault}")
     reward = load_reward(function, key)
-    parameters = inspect.signature(reward).parameters
-    if "source" in parameters:
-        return functools.partial(reward, source=source)
-    num_required = sum(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
-    )
-    if num_required > 2:
-        raise ConfigError(f"{key} = {function!r}: must take (answer, record), but requires {num_required} arguments")
-    return reward
+    try:
+        signature = inspect.signature(reward)
+        options = {"source": source} if "source" in signature.parameters else {}
+        signature.bind("answer", {}, **options)
+    except ValueError as error:
+        raise ConfigError(f"{key} = {function!r}: its arguments are unknown; wrap it in a function of yours") from error
+    except TypeError as error:
+        raise ConfigError(f"{key} = {function!r}: must take (answer, record): {error}") from error
+    return functools.partial(reward, **options) if options else reward
 
 
 def extract_answer(pattern: str, response: str) -> str:
-    """Return the first group of the last match of `pattern` in the response; without a pattern the whole response."""
+    """Return the first group of the last match of `pattern` in the response, empty if there is none; without a pattern
+    the whole response, stripped of white space."""
     if not pattern:
         return response.strip()
     matches = list(re.finditer(pattern, response))
-    return matches[-1].group(1) if matches else ""
+    return matches[-1].group(1) or "" if matches else ""

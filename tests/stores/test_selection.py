@@ -78,7 +78,7 @@ def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> 
         (f"staleness * {'9' * 40} > 0", "cannot be computed"),
         ("staleness in (1, reward)", "may hold only numbers or only texts"),
         ("1 in ()", "is not a condition"),
-        (f"-('{'x' * 300}') > 0", "xxx...\" is not a number"),
+        (f"-('{'x' * 300}') > 0", 'xxx..." is not a number'),
         (f"{'x' * 300} > 0", f"no column '{'x' * 200}...'"),
         ("-" * 5000 + "reward > 0", "is nested too deeply"),
         ("not " * 3000 + "(reward > 0)", "is nested too deeply"),

@@ -13,9 +13,8 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns, Use
 from staleflow.tasks.settings.task_config import TaskConfig
-from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 ROWS = [{"question": f"{i} + {i}", "label": {"value": str(2 * i)}, "level": i % 3} for i in range(20)]
@@ -91,6 +90,12 @@ def test_a_missing_column_error_lists_the_columns(write: Write, tmp_path: Path) 
         source_of(named, Columns(prompt="level", answer="level"))
 
 
+def test_a_row_without_an_answer_is_named(write: Write, tmp_path: Path) -> None:
+    named = write(tmp_path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}])
+    with pytest.raises(ConfigError, match=r"(line 2|row 1): no 'answer', which other rows have; add it to this one$"):
+        source_of(named, Columns())
+
+
 def test_scoring_without_an_answer_column_needs_a_reward_function(write: Write, tmp_path: Path) -> None:
     source = source_of(write(tmp_path, ROWS), Columns(prompt="question", answer=""))
     record = source.task(1).record
@@ -118,7 +123,7 @@ def test_prompts_may_be_messages(write: Write, tmp_path: Path) -> None:
         ([{"role": "user"}], "has a message 1 without `role` and `content` as texts"),
         ([{"role": "user", "content": "a"}, "b"], "has a message 2 without `role` and `content` as texts: 'b'"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with a message of the assi"),
-        (None, "must be a text or a list of messages, not None"),
+        (7, "must be a text or a list of messages, not 7"),
         ("", "is empty; a prompt must have a text that the model answers"),
         (" \n", "is empty; a prompt must have a text that the model answers"),
         ([{"role": "system", "content": ""}, {"role": "user", "content": " "}], "is empty; a prompt must have a text"),
@@ -177,7 +182,7 @@ def test_an_invalid_evaluation_source_is_named_by_its_key(tmp_path: Path) -> Non
             make_source(named, {}, 0, COLUMNS, Use.EVALUATION)
 
 
-def test_dataset_split_is_selected_by_its_name(tmp_path: Path) -> None:
+def test_dataset_split_is_selected_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     splits = {"train": ROWS, "test": ROWS[:3], "a-few": ROWS[:2]}
@@ -188,11 +193,22 @@ def test_dataset_split_is_selected_by_its_name(tmp_path: Path) -> None:
     assert distinct_held_out(source_of(named, split="test"), 9)[-1].prompt == "2 + 2"
     with pytest.raises(ConfigError, match="no split 'validation'; set the option split to train or test or a-few"):
         source_of(named, split="validation")
+    several = datasets.DatasetDict({name: saved[name] for name in ("test", "a-few")})
+    several.save_to_disk(str(tmp_path / "several"))
+    with pytest.raises(ConfigError, match="no split 'train'; set the option split to test or a-few"):
+        source_of(f"datasets:{tmp_path}/several")
+    saved["test"].save_to_disk(str(tmp_path / "single"))
+    assert prompts(source_of(f"datasets:{tmp_path}/single"), 1) == ["0 + 0"]
+    with pytest.raises(ConfigError, match="the folder holds a single data set; remove the option split"):
+        source_of(f"datasets:{tmp_path}/single", split="test")
     with pytest.raises(ConfigError, match="a saved folder has no option name, only split"):
         source_of(named, name="main")
     (tmp_path / "plain").mkdir()
     as_jsonl(tmp_path / "plain", ROWS)  # load_dataset reads plain files, too
-    assert prompts(source_of(f"datasets:{tmp_path}/plain"), 2) == ["0 + 0", "1 + 1"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in (tmp_path, "~"):
+        assert prompts(source_of(f"datasets:{folder}/plain"), 2) == ["0 + 0", "1 + 1"]
+    assert prompts(source_of("jsonl:~/plain/rows.jsonl"), 2) == ["0 + 0", "1 + 1"]
 
 
 def test_a_missing_dataset_gives_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

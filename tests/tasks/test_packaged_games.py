@@ -14,7 +14,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
-from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.rendering.task_source import Task, distinct_held_out
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -190,6 +190,19 @@ def test_environments_of_skyrl_gym(tmp_path: Path) -> None:
     assert answers[0].messages[0].role == "user" and "tentative numeric answer" in answers[0].messages[0].content
     assert [answer.ended for answer in answers] == [False, False, True]
     assert answers[2].reward == pytest.approx(1.0 + 0.2 / 3)
+    names = {}
+    for name, count in (("train", 6), ("test", 9)):
+        lines = ({**one, "prompt": [{"role": "user", "content": f"{name} {i}"}]} for i in range(count))
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        names[name] = f"jsonl:{tmp_path}/{name}"
+    task_config = TaskConfig(
+        source="skyrl_gym:gsm8k", options={"rows": names["train"]}, eval_source="skyrl_gym:gsm8k",
+        eval_options={"rows": names["test"]},
+    )  # fmt: skip
+    source = SourceSettings(task=task_config, seed=3, environment_config=LIMITS).build()
+    assert {source.task(index).prompt[0][1] for index in range(6)} == {f"train {i}" for i in range(6)}
+    held_out = distinct_held_out(source, 20)
+    assert [task.prompt[0][1] for task in held_out] == [f"test {i}" for i in range(9)]
     assert "skyrl_gym has no environment 'gsm9k'; there are aime" in refusal("skyrl_gym:gsm9k", rows=f"jsonl:{rows}")
     assert "task.options must have rows" in refusal("skyrl_gym:gsm8k")
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -367,6 +367,24 @@ def test_reward_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path)
             scorer(function, rows=rows, parts=parts).check()
 
 
+@pytest.mark.parametrize(
+    "definition", ["f(answer)", "f()", "f(answer, record, *, k)", "f(answer, record, k)", "f(answer, source)"]
+)
+def test_a_reward_with_other_arguments_is_rejected(tmp_path: Path, rows: Path, definition: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def {definition}:\n    return 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.py:f': must take \(answer, record\): "):
+        make_reward(f"{tmp_path}/mine.py:f", make_source(f"jsonl:{rows}", {}, 0))
+
+
+def test_a_reward_without_a_signature_is_rejected(rows: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'builtins:max': its arguments are unknown"):
+        make_reward("builtins:max", make_source(f"jsonl:{rows}", {}, 0))
+
+
+def test_an_optional_group_without_text_gives_an_empty_answer() -> None:
+    assert [extract_answer("so( [0-9]+)?", text) for text in ("so 7", "so", "no")] == [" 7", "", ""]
+
+
 def test_rewards_may_be_functions_of_an_installed_module() -> None:
     reward: Any = make_reward("operator:contains", ReasoningGym("chain_sum", OPTIONS, 0))
     assert reward("abc", "b") == 1.0

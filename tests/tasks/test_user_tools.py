@@ -179,18 +179,16 @@ def test_each_tool_call_runs_in_a_new_process(job: Path) -> None:
         (', "arguments": [7]', "", "now: arguments must be an object, of zone, form"),
     ],
 )
-def test_json_calls_of_a_tool_without_required_arguments(
-    tmp_path: Path, arguments: str, text: str, error: str
-) -> None:
+def test_json_calls_of_a_tool_without_required_arguments(tmp_path: Path, arguments: str, text: str, error: str) -> None:
     (tmp_path / "now.py").write_text('def now(zone: str = "", form: str = "") -> str:\n    "Returns the time."\n')
-    tools = tools_of(EnvironmentConfig(tools=(f"{tmp_path}/now.py:now",)))
+    tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     (parsed,) = parse_tool_calls(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>', tools)
     assert (parsed.text, parsed.error) == (text, error)
 
 
 def test_a_text_argument_may_be_json_itself(tmp_path: Path) -> None:
     (tmp_path / "now.py").write_text('def now(zone: str = "") -> str:\n    "Returns the time."\n')
-    tools = tools_of(EnvironmentConfig(tools=(f"{tmp_path}/now.py:now",)))
+    tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     calls = ('{"name": "now"}', '{"name": "now", "arguments": "[7]"}', '{"name": "now", "arguments": "{\\"a\\": 1}"}')
     parsed = parse_tool_calls("".join(f"<tool_call>{call}</tool_call>" for call in calls), tools)
     assert [json.loads(call.text) for call in parsed] == [{}, {"zone": "[7]"}, {"zone": '{"a": 1}'}]
