@@ -85,6 +85,8 @@ METRICS = (
     Metric(name="grad_norm", unit="", doc="gradient norm before clipping, mean over minibatches", label="norm"),
     Metric(name="updates_dropped", unit="updates", doc="optimizer updates left out because their gradient was not "
            "finite"),
+    Metric(name="tokens_dropped", unit="tokens", doc="sampled tokens that count in the loss's mean and have no "
+           "gradient, because their stored logprob is not finite"),
     Metric(name="clip_share", unit="share", doc="tokens clipped by the loss", label="all"),
     Metric(name="clip_share_low", unit="share", doc="tokens clipped because their ratio is low", label="low"),
     Metric(name="clip_share_high", unit="share", doc="tokens clipped because their ratio is high", label="high"),

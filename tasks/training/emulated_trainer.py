@@ -19,7 +19,7 @@ from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 ZERO_METRICS = (
-    "loss", "grad_norm", "updates_dropped", "clip_share", "clip_share_low", "clip_share_high",
+    "loss", "grad_norm", "updates_dropped", "tokens_dropped", "clip_share", "clip_share_low", "clip_share_high",
     "entropy", "kl_old", "kl_behaviour", "learning_rate", "ess_stderr", "entropy_stderr",
     "kl_behaviour_stderr",
 )  # fmt: skip

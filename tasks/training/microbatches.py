@@ -75,6 +75,17 @@ class Row:
         """Number of sampled tokens, which are those with a gradient."""
         return int(np.count_nonzero(self.sampled))
 
+    @property
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """[T] bool, whether each token was sampled and its stored logprob is finite."""
+        usable: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
+        return usable
+
+    @property
+    def num_unusable(self) -> int:
+        """Number of sampled tokens without a finite stored logprob, for which no importance ratio can be computed."""
+        return self.num_sampled - int(np.count_nonzero(self.usable))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:

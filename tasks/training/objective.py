@@ -87,6 +87,20 @@ class Objective:
         return tokens.advantage - self.kl.coefficient * penalties
 
 
+def with_finite_logprobs(tokens: Tokens) -> Tokens:
+    """Mask the tokens of a micro-batch whose stored logprob is infinite or NaN, because they have no importance ratio.
+    Like tokens of environments they get logprobs of 0 and no loss, but count in the number of tokens that a mean is
+    over."""
+    unusable = ~tokens.behaviour.isfinite()
+    return replace(
+        tokens,
+        logprobs=tokens.logprobs.masked_fill(unusable, 0),
+        proximal=tokens.proximal.masked_fill(unusable, 0),
+        behaviour=tokens.behaviour.masked_fill(unusable, 0),
+        sampled=tokens.sampled & ~unusable,
+    )
+
+
 def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[N, T] estimates of KL(pi || reference) at tokens sampled from pi (http://joschu.net/blog/kl-approx.html)."""
     distance = log_distance(logprobs, reference)
@@ -143,4 +157,4 @@ def _advantage(row: Row) -> float:
 
 def _log_ratio(row: Row, policy: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
     """The log ratio of a whole response, nats, over the tokens that have a loss."""
-    return float((policy - reference)[row.sampled].sum(dtype=np.float64))
+    return float((policy - reference)[row.usable].sum(dtype=np.float64))

@@ -33,7 +33,7 @@ from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row, to_device
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
-from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs
+from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs, with_finite_logprobs
 from staleflow.tasks.training.packed_attention import exclude_from_compilation
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
@@ -160,8 +160,6 @@ class PolicyTrainer:
         # Each step has the next examples after those of the steps before the first training step.
         examples = self._draw_examples(sft.steps + step) if sft.weight else ()
         all_rows, examples = self.rank_group.broadcast((rows, examples))
-        if not all(np.isfinite(row.behaviour[row.sampled]).all() for row in all_rows):
-            raise StoreError(f"step {step}: a sampled token has no finite logprob; `staleflow store audit` names it")
         if compares_pairs:
             all_rows = select_pairs(all_rows)
         sequences = BranchSequences.of(all_rows)
@@ -222,6 +220,7 @@ class PolicyTrainer:
             "loss": (sums.loss + sum(losses)) / max(1, len(grad_norms)),
             "grad_norm": float(np.mean(grad_norms or [0.0])),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(grad_norms))),
+            "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
             **metrics,
             "learning_rate": learning_rate,
             **mismatch,
@@ -481,10 +480,11 @@ class PolicyTrainer:
         )
 
     def _loss_tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
-        """Build a loss's view of a micro-batch, with zeros at padding and tokens of environments."""
+        """Build a loss's view of a micro-batch, with zeros at padding, tokens of environments and tokens without a
+        finite stored logprob."""
         padding = to_device(batch.mask == 0, self.device)
         behaviour = to_device(batch.behaviour, self.device)
-        return Tokens(
+        tokens = Tokens(
             logprobs=logprobs.masked_fill(padding, 0),
             proximal=(behaviour if proximal is None else proximal).masked_fill(padding, 0),
             behaviour=behaviour.masked_fill(padding, 0),
@@ -492,6 +492,7 @@ class PolicyTrainer:
             sampled=~padding,
             lags=to_device(batch.lags, self.device),
         )
+        return with_finite_logprobs(tokens)
 
     def _load_model(self) -> Any:
         """Load the model to train. A sharded model keeps the type of its file, and each rank converts its shards to

@@ -141,10 +141,10 @@ def mismatch_metrics(rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> di
     """The differences between stored behaviour logprobs and the trainer's own over the fresh rows: absolute differences
     per token, nats, and KL(rollout || trainer) by the k3 estimate. Empty if there are no fresh rows. trainer_logprobs:
     the trainer's logprobs, at least of these rows."""
-    indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.num_sampled]
+    indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
     if not indices:
         return {}
-    difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].sampled] for i in indices])
+    difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in indices])
     log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "mismatch_mean": float(np.abs(difference).mean()),

@@ -159,6 +159,8 @@ def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
     (run.run_dir / ".running").write_text(f"process {int(ended.stdout)} on {socket.gethostname()}\n")
     assert RunReader(run.run_dir).state() == "interrupted"
     (run.run_dir / ".running").write_text("process 1 on another-machine\n")
+    assert RunReader(run.run_dir).state() == "running"  # it began just now
+    os.utime(run.run_dir / ".running", (0, 0))
     assert RunReader(run.run_dir).state() == "interrupted"  # nothing was written for long: no journal at all
     (run.run_dir / "events.jsonl").write_text("")
     assert RunReader(run.run_dir).state() == "running"

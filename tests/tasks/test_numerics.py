@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.stores.errors import StoreError
 from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
@@ -170,12 +169,35 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
     assert (only["loss"], only["grad_norm"]) == (0.0, 0.0)
 
 
-def test_a_step_refuses_sampled_tokens_without_a_finite_logprob(tiny_model: Any) -> None:
-    (row,) = rows(1)
-    behaviour = row.behaviour.copy()
-    for behaviour[1] in (-math.inf, math.inf, math.nan):
-        with pytest.raises(StoreError, match="step 3: a sampled token has no finite logprob"):
-            trainer(tiny_model).step(3, [replace(row, behaviour=behaviour)])
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_tokens_with_a_non_finite_stored_logprob_are_dropped_and_counted(tiny_model: Any, name: str) -> None:
+    """Such a token trains like an env token, for every loss."""
+    data = groups(rows(6), 2)
+    knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
+    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
+    sampled[1], behaviour[1] = False, 0.0
+    other_trainer = trainer(tiny_model, **knobs)
+    expected = other_trainer.step(0, [data[0], replace(data[1], sampled=sampled, behaviour=behaviour), *data[2:]])
+    assert expected.pop("tokens_dropped") == 0
+    for value in (-math.inf, math.inf, math.nan):
+        behaviour = data[1].behaviour.copy()
+        behaviour[1] = value
+        policy_trainer = trainer(tiny_model, **knobs)
+        result = policy_trainer.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
+        assert result.pop("tokens_dropped") == 1
+        assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        for a, b in zip(policy_trainer.model.parameters(), other_trainer.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_dropped_tokens_count_in_the_token_mean(tiny_model: Any) -> None:
+    data = rows(3)
+    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
+    sampled[1], behaviour[1] = False, math.nan
+    dropped = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour), data[2]])
+    given = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour, sampled=sampled), data[2]])
+    count = sum(row.num_sampled for row in data)
+    assert dropped["loss"] == pytest.approx(given["loss"] * (count - 1) / count, rel=1e-5)
 
 
 def test_a_row_has_a_prompt() -> None:

@@ -16,7 +16,7 @@ from staleflow.stores.weights import weight_file
 from staleflow.tasks.training.lm_head import target_logprobs
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Kimi, Loss, PpoClip, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import Row, microbatches
-from staleflow.tasks.training.objective import Objective, penalty
+from staleflow.tasks.training.objective import Objective, penalty, with_finite_logprobs
 from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
@@ -155,6 +155,21 @@ def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
     whole = Objective.of(TrainingConfig(loss=loss, kl=kl))
     assert whole.by_token is (loss.by_token and not (place == "reward" and coefficient > 0))
     assert whole.needs_reference is (coefficient > 0)
+
+
+def test_tokens_with_a_non_finite_stored_logprob_become_unsampled() -> None:
+    tokens = draw_tokens(6)
+    place = tuple(map(int, np.argwhere(tokens.sampled.numpy())[1]))
+    for stored in (math.inf, -math.inf, math.nan):
+        behaviour = tokens.behaviour.clone()
+        behaviour[place] = stored
+        found = with_finite_logprobs(replace(tokens, behaviour=behaviour))
+        for name in ("logprobs", "proximal", "behaviour", "sampled"):
+            values, before = getattr(found, name), getattr(tokens, name)
+            assert values[place] == 0
+            changed = values != before
+            changed[place] = False
+            assert not changed.any(), name
 
 
 class ZeroLoss(Loss):
