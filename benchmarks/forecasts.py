@@ -1,10 +1,10 @@
 """Forecasts against runs: ten jobs, each planned from a short run with another seed, most of them of another shape.
 
-    python -m benchmarks.forecasts               some twenty minutes; the table of docs/results.md
+    python -m benchmarks.forecasts               some twenty minutes; docs/results.md has the last rows
 
 Eight jobs are emulated: real processes wait for what a cost model gives. Two sample from the demo's model and train it.
-A forecast holds for the load at which its times were measured: on a machine that others use, give the benchmark's
-session priority.
+A forecast holds for the load at which its times were measured: on a machine that others use, give the benchmark a
+higher priority.
 """
 
 from __future__ import annotations
