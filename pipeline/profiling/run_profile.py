@@ -135,7 +135,7 @@ def split_train_time(mean_s: float, times: Sequence[tuple[float, float]]) -> dic
         error = math.sqrt(float(residuals @ residuals) / (len(times) - 2) / spread)
         if error < MAX_SLOPE_ERROR * proportional:
             slope = min(max(0.0, fitted), proportional)
-    return {"train_s": mean_s - float(slope * tokens.mean()), "train_s_per_token": float(slope)}
+    return {"train_s": max(0.0, mean_s - float(slope * tokens.mean())), "train_s_per_token": float(slope)}
 
 
 def make_latency_settings(tracker: TimeTracker, fit: CostModelFit) -> dict[str, float]:

@@ -271,3 +271,8 @@ def test_training_time_is_split_by_the_tokens_of_steps() -> None:
     for unknown in ([(n, 2.0 + 0.5 * (-1) ** i) for i, n in enumerate(tokens)], [(1000.0, 2.0)] * 5, [(1000.0, 2.0)]):
         assert split_train_time(2.0, unknown) == pytest.approx({"train_s": 0.0, "train_s_per_token": 0.002})
     assert split_train_time(2.0, []) == {"train_s": 2.0, "train_s_per_token": 0.0}
+
+
+def test_the_constant_seconds_of_a_training_step_are_not_negative_by_rounding() -> None:
+    splits = [split_train_time(0.01 * i, [(97.0 + i, 1.0), (1.0 + 7 * i, 1.0)]) for i in range(1, 500)]
+    assert min(split["train_s"] for split in splits) == 0
