@@ -97,8 +97,8 @@ def main() -> None:
         print(f"| {' | '.join(row(names[number], results[-1]))} |  load {os.getloadavg()[0]:.0f}", flush=True)
     for quantity in results[0].forecast.ranges:
         inside = sum(result.is_inside(quantity) for result in results)
-        found = errors(results, quantity)
-        print(f"{quantity}: median error {statistics.median(found):.1%}, largest {max(found):.1%}; "
+        relative_errors = errors(results, quantity)
+        print(f"{quantity}: median error {statistics.median(relative_errors):.1%}, largest {max(relative_errors):.1%}; "
               f"{inside} of {len(results)} inside")  # fmt: skip
     right = sum(result.bottleneck == result.forecast.bottleneck for result in results)
     print(f"bottleneck: {right} of {len(results)} right")
