@@ -195,7 +195,7 @@ REWARDS = (
     _set("reward: misspelt", "reward.function=mathh_verify", "did you mean 'math_verify'?"),
     Case(name="reward: no function", command="run job.toml --set reward.function=mine.py:ff",
          says=("mine.py has no function ff", "did you mean f?"), prepare=(write_reward("return 1.0"),)),
-    Case(name="reward: three arguments", command=f"run job.toml {MINE}", says=("requires 3 arguments",),
+    Case(name="reward: three arguments", command=f"run job.toml {MINE}", says=("must take (answer, record)", "'more'"),
          prepare=(write_text("mine.py", "def f(answer, record, more): return 1.0\n"),)),
     Case(name="reward: bad syntax", command=f"run job.toml {MINE}", says=("reward.function", "line 1"),
          prepare=(write_text("mine.py", "def f(answer, record) return 1.0\n"),)),
