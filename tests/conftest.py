@@ -9,6 +9,7 @@ import inspect
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
+UNFREEZE = gc.unfreeze
+objects_unfrozen = threading.Event()
 MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 6 * 2**30
 """Free memory in bytes above which test folders are kept in memory. Stores have hundreds of small files and every
@@ -103,6 +106,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.unfreeze = _unfreeze_until_teardown
     if any("tiny_model" in getattr(item, "fixturenames", ()) for item in session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(session.config.rootpath), prepend=os.pathsep)
@@ -114,12 +118,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             local_cluster.start_fork_server(1, modules)
 
 
+def _unfreeze_until_teardown() -> None:
+    """Unfreeze all objects as gc.unfreeze does; they are frozen again after the test."""
+    UNFREEZE()
+    objects_unfrozen.set()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Freeze the objects again that a driver has unfrozen, for the next full collection."""
-    if gc.get_freeze_count() == 0:
+    if objects_unfrozen.is_set():  # gc.get_freeze_count() takes a tenth of a second: it counts all objects
         gc.collect(1)
         gc.freeze()
+        objects_unfrozen.clear()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
