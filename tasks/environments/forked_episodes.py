@@ -44,13 +44,16 @@ POLL_S = 0.01
 
 
 class ForkServer:
-    """Starts processes for episodes. Thread-safe. It stops when it is closed or garbage-collected, and restarts after
-    it has died."""
+    """Starts processes for episodes. Thread-safe. It stops when it is closed or garbage-collected; `start` restarts it
+    after it has died. An event loop may call `fork`, `kill` and `exit_code`, which wait for no load or end."""
 
     def __init__(self, settings: ForkSettings) -> None:
         self.settings = settings
+        self._start_lock = threading.Lock()
+        """Lock for starting and stopping the server, which takes seconds; taken before `_lock`."""
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
+        """Connection to the server; None while it is not loaded, or once it is known to have died."""
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
         self._num_started = 0
@@ -61,26 +64,26 @@ class ForkServer:
         self._partial_report = b""
 
     def start(self) -> None:
-        """Load the environment if it is not loaded yet, which may take seconds. Raises ConfigError."""
-        with self._lock:
-            self._ensure_started()
+        """Load the environment, unless it is loaded and its server is alive. May take seconds. Raises ConfigError."""
+        with self._start_lock:
+            with self._lock:
+                self._read_reports()
+                is_alive = self._control is not None
+            if not (is_alive and self._process is not None and self._process.poll() is None):
+                self._stop()
+                self._load()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process. Returns its number, and a connection to it. Raises ConfigError."""
+        """Fork a process of a started server. Returns its number, and a connection to it. Raises OSError, also if the
+        server has died."""
         with self._lock:
             self._read_reports()
+            if self._control is None:
+                raise ConnectionError("its fork server has ended")
             local, remote = socket.socketpair()
             try:
                 self._num_started += 1
-                for last_attempt in (False, True):
-                    control = self._ensure_started()
-                    try:
-                        socket.send_fds(control, [COMMAND.pack(FORK, self._num_started)], [remote.fileno()])
-                        break
-                    except OSError:  # it died
-                        self._reset()
-                        if last_attempt:
-                            raise
+                socket.send_fds(self._control, [COMMAND.pack(FORK, self._num_started)], [remote.fileno()])
                 self._watched.add(self._num_started)
             except BaseException:
                 local.close()
@@ -114,69 +117,58 @@ class ForkServer:
         return describe_exit(exit_code)
 
     def _read_reports(self) -> None:
-        """Read the reports of ended processes that have arrived."""
-        control = self._control
+        """Read the reports of ended processes that have arrived, or that the server has died."""
         with contextlib.suppress(OSError):
-            while control is not None and select.select([control], [], [], 0)[0]:
-                data = control.recv(4096)
-                if not data:
-                    break
+            while self._control is not None and select.select([self._control], [], [], 0)[0]:
+                data = self._control.recv(4096)
                 self._partial_report += data
+                if not data:
+                    self._control = None
         complete_bytes = len(self._partial_report) // EXIT_REPORT.size * EXIT_REPORT.size
         reports, self._partial_report = self._partial_report[:complete_bytes], self._partial_report[complete_bytes:]
         self._exit_codes |= {n: status for n, status in EXIT_REPORT.iter_unpack(reports) if n in self._watched}
 
     def close(self) -> None:
+        """Stop the server and its processes. May take seconds."""
+        with self._start_lock:
+            self._stop()
+
+    def _load(self) -> None:
+        local, remote = socket.socketpair()
+        threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
+        output = RelayedOutput()
+        try:
+            with without_owner():
+                self._process = subprocess.Popen(
+                    # -P: a module in the current folder must not shadow the standard library's.
+                    [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
+                    stdin=remote.fileno(),
+                    stderr=output.fileno(),
+                    env={**os.environ, **threads},
+                )
+        finally:
+            output.close()
+        remote.close()
+        self._finalizer = weakref.finalize(self, _stop_server, self._process, local, output)
+        local.settimeout(LOAD_S)
+        setting = f"{self.settings.key} = {self.settings.source!r}"
+        try:
+            local.sendall(encode_message(self.settings))
+            error_text = read_value(local)
+        except TimeoutError:
+            error_text = f"{setting}: loading it took longer than {LOAD_S:g} s"
+        except (OSError, EOFError):
+            error_text = f"{setting}: its process ended while loading it; see its output above"
+        if error_text:
+            self._stop()
+            raise ConfigError(error_text)
+        self._control = local
+
+    def _stop(self) -> None:
         with self._lock:
-            self._reset()
-
-    def _ensure_started(self) -> socket.socket:
-        if self._process is not None and self._process.poll() is not None:
-            self._reset()  # it died
-        if self._control is None:
-            local, remote = socket.socketpair()
-            threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
-            output = RelayedOutput()
-            try:
-                with without_owner():
-                    process = subprocess.Popen(
-                        # -P: a module in the current folder must not shadow the standard library's.
-                        [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
-                        stdin=remote.fileno(),
-                        stderr=output.fileno(),
-                        env={**os.environ, **threads},
-                    )
-            finally:
-                output.close()
-            remote.close()
-            self._control, self._process = local, process
-            self._finalizer = weakref.finalize(self, _stop_server, process, local, output)
-            local.settimeout(LOAD_S)
-            try:
-                local.sendall(encode_message(self.settings))
-                error_text = read_value(local)
-            except TimeoutError as error:
-                self._reset()
-                raise ConfigError(f"{self._setting}: loading it took longer than {LOAD_S:g} s") from error
-            except (OSError, EOFError) as error:
-                self._reset()
-                raise ConfigError(
-                    f"{self._setting}: its process ended while loading it; see its output above"
-                ) from error
-            if error_text:
-                self._reset()
-                raise ConfigError(error_text)
-        return self._control
-
-    @property
-    def _setting(self) -> str:
-        return f"{self.settings.key} = {self.settings.source!r}"
-
-    def _reset(self) -> None:
+            self._control, self._partial_report = None, b""
         if self._finalizer is not None:
             self._finalizer()
-        self._control = self._process = self._finalizer = None
-        self._partial_report = b""
 
 
 def _stop_server(process: subprocess.Popen[bytes], control: socket.socket, output: RelayedOutput) -> None:
@@ -261,6 +253,7 @@ class Resetter:
         try:
             number, connection = self._idle.pop()
         except IndexError:
+            self._server.start()
             number, connection = self._server.fork()
             connection.settimeout(self._timeout_s)
         try:

@@ -263,7 +263,7 @@ class EpisodeHost:
         self._score_thread.shutdown(wait=False, cancel_futures=True)
         await self._endpoint.stop()
         for maker in self._makers.values():
-            maker.close()
+            await asyncio.to_thread(maker.close)
         self._makers.clear()
 
     async def _run_turns(

@@ -292,11 +292,61 @@ async def test_environments_end_when_the_host_is_killed(games: Path) -> None:
     await asyncio.gather(*map(until_gone, pids))
 
 
+SLOW = """
+import time
+from pathlib import Path
+
+folder = Path(__file__).parent
+(folder / "loading").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+
+
+class Slow:
+    def reset(self, seed):
+        return "", {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+"""
+
+
+async def test_no_fork_or_kill_waits_for_the_fork_server_to_restart(tmp_path: Path) -> None:
+    """The host's event loop forks and kills; it waited until the environment was loaded again."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    go, loading = tmp_path / "go", tmp_path / "loading"
+    go.touch()
+    server = ForkServer(ForkSettings(source=f"{tmp_path}/slow.py:Slow", options={}, key="task.source", memory_mib=0))
+    server.start()
+    number, connection = server.fork()
+    assert server._process is not None
+    server._process.kill()
+    connection.settimeout(60)
+    assert not connection.recv(1), "its process has ended"
+    connection.close()
+    go.unlink()
+    loading.unlink()
+    restart = asyncio.ensure_future(asyncio.to_thread(server.start))
+    try:
+        async with asyncio.timeout(60):
+            while not loading.exists():
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(server.kill, number)
+            with pytest.raises(ConnectionError, match="its fork server has ended"):
+                await asyncio.to_thread(server.fork)
+    finally:
+        go.touch()
+        await restart
+    server.fork()[1].close()
+    server.close()
+
+
 def test_exit_reports_of_many_processes_do_not_block_the_fork_server(games: Path) -> None:
     """A process reports its exit through a socket that holds a few hundred reports; here more processes exit before a
     report is read."""
     server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
     begin = encode_message((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
+    server.start()
     try:
         for connections in ([server.fork()[1] for _ in range(40)] for _ in range(10)):
             for connection in connections:
