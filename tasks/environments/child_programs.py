@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TextIO
 
 from staleflow.tasks.environments.terminal_output import RelayedOutput, sanitize_line, shorten_line
 
@@ -43,6 +44,8 @@ class ChildPrograms:
         self._other_groups: set[int] = set()
         """Ids of the process groups of programs that lead a group."""
         self._closed = False
+        self.partial_lines: dict[_EpisodeStream, str] = {}
+        """Starts of the episode's lines whose ends have not been written yet."""
 
     @contextlib.contextmanager
     def as_owner(self) -> Iterator[None]:
@@ -76,7 +79,10 @@ class ChildPrograms:
                     leader.stdin.write(b"%d\n" % group)
 
     def close(self) -> None:
-        """Kill all remaining programs. Waits only for the shell, which takes a millisecond."""
+        """End unfinished lines, and kill all remaining programs. Waits for the shell, which takes a millisecond."""
+        with _with_owner(self), contextlib.suppress(OSError, ValueError):
+            for stream, line in list(self.partial_lines.items()):
+                stream.write("\n" if line else "")
         with self._lock:
             self._closed = True
             leader, self._leader = self._leader, None
@@ -117,27 +123,47 @@ def _with_owner(owner: ChildPrograms | None) -> Iterator[None]:
 
 
 class _EpisodeStream:
-    """A standard stream of this process that sanitizes lines written in an episode's context, which are user code's."""
+    """A standard stream of this process that sanitizes lines written in an episode's context, which are user code's.
+    What user code writes to the file descriptor is not sanitized."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._partial_line = ""
-        """Start of an episode's line whose end has not been written yet."""
 
     def write(self, text: str) -> int:
-        if _owner.get() is None:
+        owner = _owner.get()
+        if owner is None:
             return self._stream.write(text)
-        *lines, self._partial_line = (self._partial_line + text).split("\n")
-        self._partial_line = shorten_line(self._partial_line)
+        *lines, partial_line = (owner.partial_lines.get(self, "") + text).split("\n")
+        owner.partial_lines[self] = shorten_line(partial_line)
         if lines:
             self._stream.write("".join(f"{sanitize_line(line)}\n" for line in lines))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    @property
+    def buffer(self) -> Any:
+        """The stream for bytes; in an episode's context one that sanitizes their lines, too."""
+        return self._stream.buffer if _owner.get() is None else _EpisodeBuffer(self)
 
     def flush(self) -> None:
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class _EpisodeBuffer(io.RawIOBase):
+    """The stream for bytes of an `_EpisodeStream`."""
+
+    def __init__(self, stream: _EpisodeStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, data: Any, /) -> int:
+        self._stream.write(bytes(memoryview(data)).decode(errors="replace"))
+        return len(data)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,45 @@ def test_progress_of_an_episode_keeps_the_last_text(monkeypatch: pytest.MonkeyPa
             sys.stdout.write(f"{percent} % " + "x" * 100 + "\r")
         sys.stdout.write("done\n")
     assert stream.getvalue() == "done\n"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: sys.stdout.write("a\x1b\n"),
+        lambda: sys.stdout.writelines(["a", "\x1b\n"]),
+        lambda: sys.stdout.buffer.write(b"a\x1b\n"),
+        lambda: sys.stdout.buffer.writelines([b"a", b"\x1b\n"]),
+    ],
+    ids=["write", "writelines", "buffer.write", "buffer.writelines"],
+)
+def test_output_of_an_episode_is_escaped_however_it_is_written(
+    write: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, encoding="utf-8", write_through=True))
+    with ChildPrograms().as_owner():
+        write()
+    assert stream.getvalue() == b"a\\x1b\n"
+    sys.stdout.buffer.write(b"\x1b")
+    assert stream.getvalue().endswith(b"\x1b"), "of no episode"
+
+
+def test_unfinished_lines_of_episodes_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    one, other = ChildPrograms(), ChildPrograms()
+    for owner, text in ((one, "from one "), (other, "from other\n"), (one, "episode\nhalf a line")):
+        with owner.as_owner():
+            sys.stdout.write(text)
+    for owner in (one, other, one):
+        owner.close()
+    assert stream.getvalue() == "from other\nfrom one episode\nhalf a line\n"
+
+
+def test_a_maximum_length_counts_the_characters_that_are_printed() -> None:
+    assert printable("\x1b" * 50, 100) == "\\x1b" * 25 + "..."
+    assert printable("\x1b" * 25, 100) == "\\x1b" * 25
 
 
 def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
