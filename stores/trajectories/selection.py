@@ -24,6 +24,9 @@ ColumnValues = npt.NDArray[Any]
 MAX_SHOWN_CHARACTERS = 200
 """Characters of an expression, or of a part of one, that a message repeats."""
 
+MAX_INTEGER = 2.0**62
+"""Largest result of integer arithmetic. numpy's overflows silently above 2**63; the rest is for rounding."""
+
 
 def _is_member(left: Any, right: list[Any]) -> Any:
     """Whether each value equals one of `right`, as by `==`; np.isin would compare float32 as float64."""
@@ -91,7 +94,7 @@ class Selection:
             case ast.Compare(left=left, ops=ops, comparators=comparators):
                 return self._compare([left, *comparators], ops, columns)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return _ARITHMETIC[type(op)](self._number(left, columns), self._number(right, columns))
+                return _compute(_ARITHMETIC[type(op)], self._number(left, columns), self._number(right, columns))
             case ast.Name(id=name):
                 if name not in columns:
                     near = difflib.get_close_matches(name, columns, n=1)
@@ -141,6 +144,16 @@ class Selection:
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"where {_shortened(self.text)!r}: {problem}")
+
+
+def _compute(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Compute numbers. Raises ArithmeticError where numpy's integers would be others than Python's."""
+    result = operation(left, right)
+    if isinstance(result, np.ndarray) and result.dtype.kind == "i":
+        size = np.abs(operation(left * 1.0, right * 1.0))
+        if not (size <= MAX_INTEGER).all():  # nor NaN
+            raise OverflowError("a row has an integer beyond 2**62, or a remainder by 0; multiply a number by 1.0")
+    return result
 
 
 def _shortened(text: str) -> str:

@@ -46,6 +46,8 @@ COLUMNS: dict[str, Any] = {
         ("kl in ()", []),
         ("source * 1000 > 5", [0, 1]),
         ("source + 40000 > 5", [0, 1, 2, 3]),
+        ("response_tokens * 1000000000000000000.0 > 2.5e19", [2, 3]),
+        ("response_tokens % (staleness * 1.0) == 0", [1, 2, 3]),
     ],
 )
 def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> None:
@@ -76,6 +78,10 @@ def test_a_selection_returns_the_matching_rows(text: str, chosen: list[int]) -> 
         ("reward > 1 % 0", "cannot be computed"),
         (f"reward > {'9' * 400}", "cannot be computed"),
         (f"staleness * {'9' * 40} > 0", "cannot be computed"),
+        ("response_tokens * 1000000000000000000 > 0", "cannot be computed: a row has an integer beyond 2**62"),
+        ("response_tokens + 9223372036854775800 > 0", "cannot be computed: a row has an integer beyond 2**62"),
+        ("-response_tokens - 9223372036854775800 < 0", "cannot be computed: a row has an integer beyond 2**62"),
+        ("response_tokens % staleness == 0", "or a remainder by 0; multiply a number by 1.0"),
         ("staleness in (1, reward)", "may hold only numbers or only texts"),
         ("1 in ()", "is not a condition"),
         (f"-('{'x' * 300}') > 0", 'xxx..." is not a number'),
