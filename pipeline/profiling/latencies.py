@@ -6,7 +6,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from staleflow.pipeline.coordination import events
-from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Pull, Score, StepEnvironment, Train
+from staleflow.pipeline.coordination.commands import (
+    Command,
+    Discard,
+    FetchPrompts,
+    FinishEvaluation,
+    Pull,
+    Score,
+    StepEnvironment,
+    Train,
+)
+from staleflow.stores.trajectory import is_evaluation
 
 MIN_WARM_LATENCIES = 3
 """Number of latencies after the first training step that suffice to ignore earlier ones, when processes warm up."""
@@ -31,6 +41,7 @@ class LatencyTracker:
             self._pending_commands.clear()
             self._num_requested = self._num_arrived = 0
             self._is_warm, self._last_tick_s = False, None
+        commands = tuple(commands)
         setting, key = self._completed_latency(event)
         if key in self._pending_commands:
             issued_s, is_warm = self._pending_commands.pop(key)
@@ -42,7 +53,21 @@ class LatencyTracker:
                 self._add("report_s", now - self._last_tick_s, is_warm=True)
             self._last_tick_s = now
         self._is_warm = self._is_warm or isinstance(event, events.VersionPublished)
+        self._forget_obsolete(event, commands)
         self._pending_commands.update(dict.fromkeys(self._command_keys(commands), (now, self._is_warm)))
+
+    def _forget_obsolete(self, event: events.Event, commands: Iterable[Command]) -> None:
+        """Forget pending commands that no later event completes."""
+        obsolete: list[tuple[Hashable, ...]] = []
+        if isinstance(event, (events.InstanceLost, events.PullFinished)):  # it may have pulled a newer version
+            obsolete += [key for key in self._pending_commands if key[:2] == ("pull", event.instance)]
+        for command in commands:
+            if isinstance(command, Discard):
+                obsolete += [(kind, e.trajectory) for e in command.endings for kind in ("act", "score")]
+            elif isinstance(command, FinishEvaluation):
+                obsolete += [k for k in self._pending_commands if isinstance(k[1], int) and is_evaluation(k[1])]
+        for key in obsolete:
+            self._pending_commands.pop(key, None)
 
     @property
     def means(self) -> dict[str, float]:

@@ -10,15 +10,17 @@ import pytest
 from staleflow.pipeline.config import actor_settings, factories, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Discard, FetchPrompts, Route, Train
+from staleflow.pipeline.coordination.commands import Discard, FetchPrompts, FinishEvaluation, Pull, Route, Score, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     InstanceJoined,
     InstanceLost,
     InstanceReported,
+    PullFinished,
     RunResumed,
     Tick,
     TrajectorySampled,
+    TrajectoryScored,
     VersionPublished,
 )
 from staleflow.pipeline.profiling.diagnosis import compute_sizes
@@ -259,3 +261,23 @@ def test_overlapping_requests_for_prompts_are_measured_each() -> None:
     for group, now in enumerate((5.0, 6.0, 7.0)):
         tracker.observe(now, GroupsArrived(groups=(NewGroup(group=GroupId(group), prompt_tokens=1),)), ())
     assert tracker.means["fetch_prompts_s"] == pytest.approx((5.0 + 3.0) / 2)
+
+
+def test_latencies_of_lost_instances_and_discarded_trajectories_are_forgotten() -> None:
+    """Their commands stayed pending for the rest of the run."""
+    tracker, versions = LatencyTracker(), [PolicyVersion(number) for number in range(3)]
+    lost, other = InstanceId("lost"), InstanceId("other")
+    pulls = [Pull(instance=instance, version=version) for instance in (lost, other) for version in versions[:2]]
+    scores = [Score(trajectory=TrajectoryId(number)) for number in (-8, 0, 1)]
+    tracker.observe(0.0, Tick(), [*pulls, *scores])
+    ending = Ending(trajectory=TrajectoryId(0), group=GroupId(0), fate=Fate.ABORTED,
+                    reason=AbortReason.SURPLUS_MEMBER, step=0)  # fmt: skip
+    tracker.observe(1.0, InstanceLost(instance=lost, why=""), [Discard(endings=(ending,), versions=(versions[0],))])
+    tracker.observe(1.0, Tick(), [FinishEvaluation(evaluation=1, version=versions[0], abandoned=True)])
+    tracker.observe(2.0, PullFinished(instance=other, version=versions[1]), ())
+    for instance in (lost, other):
+        tracker.observe(50.0, PullFinished(instance=instance, version=versions[0]), ())
+    for number in (-8, 0):
+        tracker.observe(50.0, TrajectoryScored(trajectory=TrajectoryId(number), reward=0.0, seconds=0.0), ())
+    tracker.observe(3.0, TrajectoryScored(trajectory=TrajectoryId(1), reward=0.0, seconds=0.0), ())
+    assert (tracker.means["pull_s"], tracker.means["reward_s"]) == (2.0, 3.0)
