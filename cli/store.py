@@ -97,6 +97,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
     if no step is stored, or if the weights of no instance were verified."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
+    from staleflow.stores.errors import StoreError
 
     stored_run = open_run(run)
     with named_cluster(cluster, configured=False) as client:  # an audit needs none
@@ -115,7 +116,10 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
         click.echo("\n".join(result.lines))
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
-        if countable and (comparison := stored_run.compare_with_forecast()) is not None:
-            click.echo(f"  {comparison.line}")
+        try:
+            if countable and (comparison := stored_run.compare_with_forecast()) is not None:
+                click.echo(f"  {comparison.line}")
+        except StoreError as error:
+            click.echo(f"  {error}")
     if not result.proves:  # an empty check does not pass
         sys.exit(1)

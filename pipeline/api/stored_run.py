@@ -95,7 +95,7 @@ class Run(RunData):
 
     def compare_with_forecast(self) -> ForecastResult | None:
         """Compare the run with the forecast that was made before its first step; None if there is none. See
-        `staleflow.plan`."""
+        `staleflow.plan`. Raises StoreError if the forecast cannot be read."""
         from staleflow.pipeline.jobs.forecasting import FILE, compare_forecast
 
         if not (self._path / FILE).is_file():

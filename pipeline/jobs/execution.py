@@ -91,7 +91,13 @@ async def execute(
             lock.enter_context(create_and_lock(run_dir))
         config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
         # In a thread, while workers start.
-        forecasting = None if resume else asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, settings))
+        stop_forecast = threading.Event()
+        lock.callback(stop_forecast.set)
+        forecasting = (
+            None
+            if resume
+            else asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, settings, stop_forecast))
+        )
         workers = await (
             connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from staleflow.pipeline.simulator.run_forecast import (
     predict_ranges,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.errors import StaleflowError, StoreError
+from staleflow.stores.errors import StaleflowError, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.stores.serialization import Codec
 from staleflow.tasks.emulation.workload import RecordedWorkload
@@ -47,7 +48,9 @@ class ForecastTooSlow(StaleflowError):
     """The simulations of a forecast took too long."""
 
 
-def make_forecast(config: RunConfig, basis: str, job: str, limit_s: float = math.inf) -> Forecast:
+def make_forecast(
+    config: RunConfig, basis: str, job: str, limit_s: float = math.inf, stop: threading.Event | None = None
+) -> Forecast:
     """Forecast a run from simulations with seeds other than its own.
 
     Args:
@@ -55,15 +58,16 @@ def make_forecast(config: RunConfig, basis: str, job: str, limit_s: float = math
         basis: The origin of these times, for display.
         job: `settings_digest` of the job that will run.
         limit_s: Most seconds to simulate.
+        stop: Stops the simulations when it is set; None: nothing does.
 
     Raises:
-        ForecastTooSlow: The limit was reached.
+        ForecastTooSlow: The limit was reached, or the simulations were stopped.
         ConfigError, StoreError: The recorded responses cannot be read.
     """
     end_s = time.monotonic() + limit_s
 
     def check_time(*_: object) -> None:
-        if time.monotonic() > end_s:
+        if time.monotonic() > end_s or (stop is not None and stop.is_set()):
             raise ForecastTooSlow(
                 f"its simulations take more than {limit_s:g} s; `staleflow plan` makes one before the run"
             )
@@ -116,12 +120,13 @@ def read_forecast(run_dir: Path) -> Forecast | None:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without a forecast") from error
 
 
-def prepare_forecast(config: RunConfig, job: str) -> str:
+def prepare_forecast(config: RunConfig, job: str, stop: threading.Event | None = None) -> str:
     """Make the forecast of a run that starts, unless it was planned: if its job has measured times.
 
     Args:
         config: The job.
         job: Its `settings_digest`.
+        stop: As in `make_forecast`.
 
     Returns:
         A line for the user; empty if there is nothing to say.
@@ -132,21 +137,19 @@ def prepare_forecast(config: RunConfig, job: str) -> str:
             return ""
         (config.run_dir / FILE).unlink(missing_ok=True)
         if config.simulation.cost_error:
-            write_forecast(config.run_dir, make_forecast(config, "the times of its profile", job, START_LIMIT_S))
+            write_forecast(config.run_dir, make_forecast(config, "the times of its profile", job, START_LIMIT_S, stop))
     except Exception as error:  # noqa: BLE001  of strategies, too; a run does not need its forecast
         return f"no forecast of this run: {error}"
     return "" if planned is None else "the forecast in the run's folder was for other settings, and was removed"
 
 
 def compare_forecast(run_dir: Path, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastResult | None:
-    """Compare a run with the forecast in its folder; None if it has none, or it cannot be read.
+    """Compare a run with the forecast in its folder; None if it has none. Raises StoreError if it cannot be read.
 
     Args:
         steps: Metrics of its stored steps.
         bottleneck: The cause in its diagnosis; empty if unknown.
     """
-    try:
+    with raised_as(StoreError, "not compared with its forecast", StoreError):
         forecast = read_forecast(run_dir)
-    except StoreError:
-        return None
     return None if forecast is None else compare_with_run(forecast, steps, bottleneck)

@@ -18,6 +18,7 @@ from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.step_records import lowest_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
+from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text, replacing
 from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
 
@@ -46,8 +47,11 @@ def write_report(config: RunConfig, report: RunReport, run_dir: Path) -> dict[st
     if report.diagnosis is not None:
         summary["diagnosis"] = make_diagnosis_entry(report.diagnosis, run_dir)
     cause = "" if report.diagnosis is None else report.diagnosis.cause.value
-    if (comparison := compare_forecast(run_dir, report.steps, cause)) is not None:
-        summary["forecast"] = comparison.as_dict()
+    try:
+        if (comparison := compare_forecast(run_dir, report.steps, cause)) is not None:
+            summary["forecast"] = comparison.as_dict()
+    except StoreError as error:
+        summary["forecast"] = {"lines": [str(error)]}
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if report.steps:
         with replacing(run_dir / "summary.png", REMEDY) as tmp_path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs import forecasting
+from staleflow.pipeline.jobs import execution, forecasting
 from staleflow.pipeline.jobs.forecasting import (
     FILE,
     compare_forecast,
@@ -20,8 +22,12 @@ from staleflow.pipeline.jobs.forecasting import (
     settings_digest,
     write_forecast,
 )
+from staleflow.pipeline.jobs.summary import write_report
+from staleflow.pipeline.processes import dask_workers
 from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
-from staleflow.stores.errors import StoreError
+from staleflow.pipeline.runtime.run_report import RunListener, RunReport
+from staleflow.stores.errors import ConfigError, StoreError
+from tests.commands import command
 from tests.support.simulated_store import JOB, stored_simulation
 
 SMALL = ("batch.groups_per_step=4", "batch.group_size=4", "steps=6", "rollout.instances=2")
@@ -83,8 +89,46 @@ def test_a_damaged_forecast_does_not_stop_a_run(tmp_path: Path) -> None:
         (config.run_dir / FILE).write_text(text)
         with pytest.raises(StoreError, match=r"forecast\.json: cannot be read: .*; remove it"):
             read_forecast(config.run_dir)
-        assert compare_forecast(config.run_dir, [], "") is None
         assert prepare_forecast(config, "job").startswith("no forecast of this run: ")
+        (line,) = write_report(config, RunReport(), config.run_dir)["forecast"]["lines"]  # type: ignore[index]
+        assert line.startswith(f"not compared with its forecast: {config.run_dir / FILE}: cannot be read: ")
+
+
+def test_an_audit_says_that_a_damaged_forecast_is_not_compared(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, *SMALL)
+    (run / FILE).write_text("{")
+    assert (
+        f"\n  not compared with its forecast: {run / FILE}: cannot be read: " in command("store", "audit", run).stdout
+    )
+
+
+async def test_a_forecast_ends_with_the_start_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on for seconds after no worker could be reached, and the command waited for it."""
+    started, stopped = threading.Event(), list[bool]()
+
+    def prepare_until_stopped(_: RunConfig, job: str, stop: threading.Event | None = None) -> str:
+        started.set()
+        stopped.append(stop is not None and stop.wait(600))
+        return job
+
+    async def refuse(*_: object, **__: object) -> None:
+        await asyncio.to_thread(started.wait)
+        raise ConfigError("no scheduler")
+
+    monkeypatch.setattr(execution, "prepare_forecast", prepare_until_stopped)
+    monkeypatch.setattr(dask_workers, "connect", refuse)
+    with pytest.raises(ConfigError, match="no scheduler"):
+        await execution.execute(job(tmp_path), RunListener())
+    while not stopped:
+        await asyncio.sleep(0.01)
+    assert stopped == [True]
+
+
+def test_the_simulations_of_a_forecast_can_be_stopped(tmp_path: Path) -> None:
+    config, stop = job(tmp_path, "simulation.cost_error=0.01"), threading.Event()
+    stop.set()
+    assert prepare_forecast(config, settings_digest(config), stop).startswith("no forecast of this run: ")
+    assert read_forecast(config.run_dir) is None
 
 
 def test_a_job_without_a_workload_is_forecast_with_the_responses_of_the_profiled_run(tmp_path: Path) -> None:
