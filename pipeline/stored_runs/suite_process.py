@@ -2,8 +2,8 @@
 with lm-eval can run this file.
 
 It reads settings as JSON from its standard input (`suites.SuiteSettings`, `completions_probe.CompletionsServer`, and
-the file of the results) and writes JSON to that file: a list of `suites.SuiteMetric`, or {"unknown_task": name}, or
-{"error": one line}.
+the file of the results) and writes JSON to that file: a list of `suites.SuiteMetric`, or {"refusal": one line} for
+the user to correct, or {"error": one line}.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ def main() -> None:
     logging.getLogger("lm_eval").addHandler(refusals)
     try:
         result: Any = run_tasks(settings)
+    except TaskRefused as refusal:
+        result = {"refusal": str(refusal)}
     except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         result = {"error": refusals.reason or f"{type(error).__name__}: {lines[0] if lines else ''}"}
     Path(settings["results"]).write_text(json.dumps(result))
+
+
+class TaskRefused(Exception):
+    """A task cannot be run as it was asked for."""
 
 
 class RefusalHandler(logging.Handler):
@@ -45,7 +51,7 @@ class RefusalHandler(logging.Handler):
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:
-    """Run the tasks on the model. Returns their metrics, or {"unknown_task": name}."""
+    """Run the tasks on the model. Returns their metrics. Raises TaskRefused."""
     import lm_eval
     from lm_eval.models.openai_completions import LocalCompletionsAPI
     from lm_eval.tasks import TaskManager
@@ -61,11 +67,17 @@ def run_tasks(settings: dict[str, Any]) -> Any:
             payload: dict[str, Any] = super()._create_payload(messages, generate, gen_kwargs, **fields)
             return payload
 
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            check_room(requests, self._max_gen_toks, server["context"])
+            return super().generate_until(requests, disable_tqdm)
+
     server = settings["server"]
     manager = TaskManager(include_path=settings["include"] or None)
     for task in settings["tasks"]:
         if not manager.match_tasks([task]):
-            return {"unknown_task": task}
+            raise TaskRefused(
+                f"--tasks: lm-eval has no task {task!r}; `lm-eval ls tasks` lists them, --include adds a folder"
+            )
     evaluation: Any = lm_eval.simple_evaluate(
         model=ServedModel(
             base_url=f"{server['url']}/completions",
@@ -90,6 +102,19 @@ def run_tasks(settings: dict[str, Any]) -> Any:
         for task, results in evaluation["results"].items()
         for metric in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
     ]
+
+
+def check_room(requests: Any, default_tokens: int, context: int) -> None:
+    """Raise TaskRefused if lm-eval would leave no token of a prompt, or cut it at a wrong place without a word, because
+    responses may be as long as the context. default_tokens: maximum length where a task has none."""
+    for request in requests:
+        tokens = request.args[1].get("max_gen_toks", default_tokens)
+        if tokens >= context - 1:
+            raise TaskRefused(
+                f"--tasks: {request.task_name}: its responses may have max_gen_toks = {tokens} tokens, which leaves "
+                f"prompts none of the {context} of both (rollout.engine.kv_tokens, or the model's context); lower it "
+                "in a copy of the task in a folder for --include"
+            )
 
 
 def adds_first_token(tokenizer_path: str, *, chat: bool) -> bool:

@@ -138,7 +138,7 @@ async def evaluate_plan(
 
 
 async def run_suite(settings: SuiteSettings, server: CompletionsServer, python: str) -> list[SuiteMetric]:
-    """Run lm-eval tasks on a served model. Raises ConfigError if a task does not exist, and SuiteFailed with lm-eval's
+    """Run lm-eval tasks on a served model. Raises ConfigError if a task cannot be run, and SuiteFailed with lm-eval's
     reason if it fails. python: an interpreter that can import lm-eval."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
@@ -156,11 +156,8 @@ async def run_suite(settings: SuiteSettings, server: CompletionsServer, python: 
         if not file.is_file():
             raise SuiteFailed(f"lm-eval ended with exit code {process.returncode} and without results")
         results = json.loads(file.read_text())
-    if "unknown_task" in results:
-        raise ConfigError(
-            f"--tasks: lm-eval has no task {results['unknown_task']!r}; `lm-eval ls tasks` lists them, --include adds "
-            "a folder"
-        )
+    if "refusal" in results:
+        raise ConfigError(results["refusal"])
     if "error" in results:
         raise SuiteFailed(f"lm-eval failed: {results['error']}")
     return CODEC.decode(results, list[SuiteMetric])

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ from staleflow.pipeline.stored_runs.completions_probe import CompletionsServer
 from staleflow.pipeline.stored_runs.hub import model_card
 from staleflow.pipeline.stored_runs.run_facts import read_facts
 from staleflow.pipeline.stored_runs.serving import make_serving_plan
-from staleflow.pipeline.stored_runs.suite_process import RefusalHandler, adds_first_token, task_metrics
+from staleflow.pipeline.stored_runs.suite_process import (
+    RefusalHandler,
+    TaskRefused,
+    adds_first_token,
+    check_room,
+    task_metrics,
+)
 from staleflow.pipeline.stored_runs.suites import (
     CODEC,
     SuiteMetric,
@@ -72,6 +79,7 @@ metric_list: [{{metric: byte_perplexity}}]
 SAMPLING = {
     "sampled": "until: ['+'], max_gen_toks: 12, temperature: 0.5",
     "top_p": "until: ['+'], max_gen_toks: 12, temperature: 0.5, top_p: 0.9",
+    "long": "until: ['+'], max_gen_toks: 100000",
 }
 """Sampling parameters of tasks, by task."""
 
@@ -190,8 +198,24 @@ async def test_a_task_that_cannot_run_gives_a_one_line_error(tasks: Path, tiny_m
         await evaluate_plan(plan, settings, sys.executable)
     with pytest.raises(SuiteFailed, match="lm-eval failed: the server refused a request: top_p: a served policy"):
         await evaluate_plan(plan, replace(settings, tasks=("top_p",)), sys.executable)
+    with pytest.raises(ConfigError, match="--tasks: long: its responses may have max_gen_toks = 100000 tokens"):
+        await evaluate_plan(plan, replace(settings, tasks=("long",)), sys.executable)
     (sampled,) = await evaluate_plan(plan, replace(settings, tasks=("sampled",), limit=4), sys.executable)
     assert (sampled.task, sampled.num_documents) == ("sampled", 4)
+
+
+@pytest.mark.parametrize(("parameters", "tokens"), [({"max_gen_toks": 511}, 511), ({"max_gen_toks": 600}, 600)])
+def test_a_task_whose_responses_leave_no_room_for_prompts_is_refused(parameters: dict[str, int], tokens: int) -> None:
+    """lm-eval cut the starts of prompts, or nothing, without a word."""
+    short, long = (SimpleNamespace(task_name=name, args=("a", {"max_gen_toks": 510} | more))
+                   for name, more in (("short", {}), ("long", parameters)))  # fmt: skip
+    check_room([short, SimpleNamespace(task_name="default", args=("a", {}))], 256, 512)
+    with pytest.raises(
+        TaskRefused, match=rf"long: .* max_gen_toks = {tokens} .* 512 .*; lower it in a copy of the task"
+    ):
+        check_room([short, long], 256, 512)
+    with pytest.raises(TaskRefused, match=r"default: .* max_gen_toks = 256 "):
+        check_room([SimpleNamespace(task_name="default", args=("a", {}))], 256, 257)
 
 
 def test_the_reason_of_a_refused_request_is_kept_from_lm_evals_log() -> None:
