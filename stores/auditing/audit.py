@@ -119,9 +119,10 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
         StoreUnavailable: The store's bucket fails, which is not damage.
     """
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
-    findings = list(_array_findings(store))
+    findings: list[Finding] = []
     consumption, weights = single_consumption.ConsumedRows(store.header), WeightChecks()
     try:
+        findings += _array_findings(store)
         commits, row_findings, conservation_findings = _read_commits(store, consumption, weights)
         bound_findings, digests, sampled_tokens = _read_tokens(
             store, commits, consumption, run, max_tokens, weights.refusals
@@ -204,8 +205,9 @@ def _damage_findings(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     num_damaged = [0] * len(damage)
-    num_rows, countable = store.array_lengths()[ROW_COUNT_ARRAY], True
+    num_rows, countable = 0, True
     try:
+        num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
         for first in range(0, num_rows, ROWS_AT_ONCE):
             table = store.table(first, first + ROWS_AT_ONCE, (*SPAN_COLUMNS, "text_offset", "text_bytes"))
             for i, chunk in enumerate(damage):

@@ -78,16 +78,17 @@ def _snapshot_findings(path: Path, repository: Any, branch: str, visited_snapsho
                 continue  # it may hold other values, and was read above
             root = zarr.open_group(repository.readonly_session(snapshot_id=snapshot.id).store, mode="r")
             newest = root if newest is None else newest
-            changed_chunks = repository.diff(
-                from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id
-            ).updated_chunks
+            changes = repository.diff(from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id)
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             _raise_if_bucket_fails(path, error)
             yield Finding(check=CHECK, location=location, message=f"cannot be read: {one_line(error)}")
             return
-        chunks = {(name.strip("/"), int(index[0])) for name, indices in changed_chunks.items() for index in indices}
+        for name in sorted(changes.deleted_arrays):
+            yield Finding(check=CHECK, location=location, message=f"{name.strip('/')} was deleted")
+        updated = changes.updated_chunks.items()
+        chunks = {(name.strip("/"), int(index[0])) for name, indices in updated for index in indices}
         for name, number in sorted(chunks & replaced_chunks):
-            if message := _difference(path, root[name], newest[name], number):
+            if name in newest and (message := _difference(path, root[name], newest[name], number)):
                 yield Finding(check=CHECK, location=location, message=f"{name}, chunk {number}: {message}")
         replaced_chunks |= chunks
 

@@ -73,7 +73,8 @@ class UnreadableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedChunk:
-    """A chunk that cannot be read. number: index of the chunk in its array. elements: number of elements per chunk."""
+    """A chunk that cannot be read. number: index of the chunk in its array. elements: number of elements per chunk; 0
+    if the whole array cannot be read."""
 
     array: str
     number: int
@@ -146,6 +147,8 @@ class ArrayCache:
     def _naming_damage(self, name: str) -> Iterator[None]:
         try:
             yield
+        except KeyError as error:
+            raise StoreError(f"{self._location}: {name} is missing") from error
         except Exception as error:  # json, zarr and icechunk each raise their own for damaged metadata
             raise store_error(Path(self._location), f"{name} cannot be read", error) from error
 
@@ -322,7 +325,13 @@ class StoreReader:
         """All chunks that cannot be read. Reads the whole store."""
         root = self._read_root()
         for name in array_names(root):
-            length, size = root[name].shape[0], elements_per_file(root[name])
+            try:
+                length, size = root[name].shape[0], elements_per_file(root[name])
+            except StoreUnavailable:
+                raise
+            except StoreError as error:
+                yield DamagedChunk(array=name, number=0, elements=0, error=str(error))
+                continue
             for number in range(-(-length // size)):
                 try:
                     self._slice(root, name, number * size, min(length, (number + 1) * size))
@@ -535,11 +544,11 @@ def num_rows(root: Any) -> int:
 
 
 def array_names(root: Any) -> list[str]:
-    """Names of the arrays that a store has. Columns added after it was created, a teacher's logprobs, and logprobs
-    under other weights, may be absent."""
-    columns = [column.array_name for column in COLUMNS]
-    optional_arrays = (*columns, "text", "commits", "records", f"tokens/{TEACHER}", RECOMPUTED_LOGPROBS)
-    return [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(name for name in optional_arrays if name in root)]
+    """Names of the arrays that a store has or needs. Columns added after it was created, a teacher's logprobs, and
+    logprobs under other weights, may be absent."""
+    needed_arrays = [*(f"tokens/{name}" for name in TOKEN_ARRAYS), ROW_COUNT_ARRAY, "text", "commits", "records"]
+    optional_arrays = (*(column.array_name for column in COLUMNS), f"tokens/{TEACHER}", RECOMPUTED_LOGPROBS)
+    return needed_arrays + [name for name in optional_arrays if name in root and name not in needed_arrays]
 
 
 def elements_per_file(array: Any) -> int:

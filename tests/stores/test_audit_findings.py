@@ -38,7 +38,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreUnavailable
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS
-from staleflow.stores.trajectories.layout import COMMIT_AT
+from staleflow.stores.trajectories.layout import COMMIT_AT, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -285,6 +285,10 @@ def set_line(column: str, number: int) -> Edit:
     return lambda root: root["commits"].__setitem__((1, COMMIT_AT[column]), number)
 
 
+def delete_array(name: str) -> Edit:
+    return lambda root: root.__delitem__(name)
+
+
 def corrupt_record(root: Any) -> None:
     at = int(root["commits"][-1, COMMIT_AT["record_offset"]])
     root["records"][at] = ord("x")
@@ -439,6 +443,13 @@ FAULTS = (
     Fault(
         name="column_too_short", check="arrays", where="rows/reward", message="11 rows, step records count 12",
         edit=shorten_array("rows/reward"), alone=False,
+    ),
+    *(
+        Fault(
+            name=f"{array.replace('/', '_')}_missing", check="arrays", where=array, message=f".*/s: {array} is missing",
+            edit=delete_array(array),
+        )
+        for array in (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "rows/trajectory", "text", "commits", "records")
     ),
     Fault(
         name="tokens_of_different_lengths", check="arrays", where="tokens",
@@ -607,6 +618,13 @@ HISTORY = (
     Fault(
         name="earlier_snapshot_unreadable", check="history", where="main, step .*|branch main",
         message="cannot be read: .*", files=remove_oldest_snapshot, history=True, alone=False,
+    ),
+    *(
+        Fault(
+            name=f"{array.replace('/', '_')}_deleted", check="history", where="main, planted",
+            message=f"{array} was deleted", edit=delete_array(array), history=True,
+        )
+        for array in ("rows/reward", "tokens/ids", "rows/trajectory")
     ),
     Fault(
         name="earlier_value_changed", check="history", where="main, .*",
