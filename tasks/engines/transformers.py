@@ -41,6 +41,9 @@ ALIGNMENT = 64
 """Alignment of CPU tensors that PyTorch allocates, in bytes. Tensors of a memory-mapped model file have any alignment,
 and matrix products may round differently there: an engine that has slept would differ from others in the last bits."""
 
+SCORE_POSITIONS = 64
+"""Positions whose logits are copied at a time to score tokens: copies of all would take twice the memory of logits."""
+
 
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
     """Build the engine of an instance. Sets the number of PyTorch's threads in this process."""
@@ -222,9 +225,10 @@ class TransformersEngine(EngineThread):
             lengths = [len(tokens) for tokens in new_tokens]
             all_logits = self._row_model.logits(list(zip(rows, new_tokens, strict=True)), lengths, cache)
             for row, tokens, logits, row_parts in zip(rows, sequences, all_logits, parts, strict=True):
-                row_parts.append(
-                    score_tokens(logits.float() / temperature, tokens[start + 1 : start + 1 + len(logits)])
-                )
+                targets = tokens[start + 1 : start + 1 + len(logits)]
+                for first in range(0, len(logits), SCORE_POSITIONS):
+                    positions = slice(first, first + SCORE_POSITIONS)
+                    row_parts.append(score_tokens(logits[positions].float() / temperature, targets[positions]))
                 row.length += len(logits)
         return [
             TokenScores(

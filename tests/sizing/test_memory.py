@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from staleflow.pipeline.placement.devices import GB
@@ -26,9 +31,12 @@ from staleflow.pipeline.sizing.memory import (
 )
 from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.engines.transformers import TransformersEngine
 from staleflow.tasks.training.lm_head import GPU_CHUNK_BYTES
 from staleflow.tasks.training.lora import inject_adapter
+from tests.tasks.test_engine_transformers import settings
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {
@@ -289,6 +297,41 @@ def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
     large = dataclasses.replace(job(64), engine=dataclasses.replace(job(64).engine, is_vllm=False))
     assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
     assert make_plan(shape("32B"), large, 48 * GB).changes is None
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
+    """Counts the bytes of the tensors that operations return, while they exist. peak: the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._bytes_by_storage: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._bytes_by_storage:
+                self._bytes_by_storage[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._bytes_by_storage.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._bytes_by_storage.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = CONFIG_MAPPING["qwen3"](vocab_size=30_000, num_hidden_layers=1, intermediate_size=64, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    teacher = TransformersEngine(settings(tmp_path, dtype=dtype, max_batch_tokens=512), InstanceId("teacher-0"))
+    with contextlib.closing(teacher), torch.inference_mode(), LiveBytes() as live:
+        teacher._score_together([[token % 100 for token in range(1500)]], 0.7)
+    shape = EngineShape(
+        tensor_parallel=1, dtype=dtype, kv_tokens=2048, max_running=512, batch_tokens=512, is_vllm=False
+    )
+    parts = engine_parts(ModelShape.of(config.to_dict(), ""), shape)
+    planned = sum(parts.values()) - parts["CUDA context"]
+    assert planned / 4 < live.peak <= planned
 
 
 def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds() -> None:
