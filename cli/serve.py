@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 from staleflow.cli.stored import announce, print_json, quiet_libraries
 
 PORT = 8798
-set_option = click.option(
+override_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job."
 )
 
@@ -23,7 +22,7 @@ set_option = click.option(
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="Port; 0: any free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--key", default="", help="Key that requests must have.  [default: a random one, printed]")
-@set_option
+@override_option
 def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
     """Serve a run's newest checkpoint, or a model, as an OpenAI-compatible endpoint. Ctrl-C ends it."""
     quiet_libraries()
@@ -36,7 +35,8 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")
         async with plan.serve(EndpointConfig(host=host, port=port), api_key) as server:
-            click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url} OPENAI_API_KEY={api_key} (Ctrl-C ends it)")
+            shown_key = "" if key else f" OPENAI_API_KEY={api_key}"
+            click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url}{shown_key} (Ctrl-C ends it)")
             await asyncio.get_running_loop().create_future()
 
     asyncio.run(work())
@@ -44,39 +44,44 @@ def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...
 
 @click.command("chat")
 @click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
-@set_option
+@override_option
 def chat(target: str, overrides: tuple[str, ...]) -> None:
     """Chat with a run's newest checkpoint, or a model. An empty line starts a new conversation; Ctrl-D ends it."""
     quiet_libraries()
     from staleflow.pipeline.stored_runs.serving import make_serving_plan
     from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError
+    from staleflow.tasks.endpoint.served_policy import ServedPolicy
 
     plan = make_serving_plan(target, overrides)
 
-    async def work() -> None:
-        announce(f"loading {plan.label}: the engine takes up to a minute to start")
-        policy = plan.build("")
+    async def build() -> ServedPolicy:
+        return plan.build("")
+
+    announce(f"loading {plan.label}: the engine takes up to a minute to start")
+    with asyncio.Runner() as runner:  # it waits here for input, where a signal ends it: a thread would go on waiting
+        policy = runner.run(build())
         messages: list[ChatMessage] = []
         click.echo(f"{plan.label}; an empty line starts a new conversation, Ctrl-D ends it")
         try:
-            with contextlib.suppress(EOFError):
-                while True:
-                    text = await asyncio.to_thread(input, "> ")
-                    messages = [*messages, ChatMessage(role="user", content=text)] if text.strip() else []
-                    if not messages:
-                        continue
-                    try:
-                        reply = await policy.request_turn(ChatRequest(model="", messages=tuple(messages)))
-                    except RequestError as error:
-                        click.echo(f"{error.message}; an empty line starts a new conversation", err=True)
-                        messages.pop()
-                        continue
-                    messages.append(reply.message)
-                    click.echo(reply.message.content)
+            while True:
+                text = input("> ")
+                messages = [*messages, ChatMessage(role="user", content=text)] if text.strip() else []
+                if not messages:
+                    continue
+                try:
+                    reply = runner.run(policy.request_turn(ChatRequest(model="", messages=tuple(messages))))
+                except RequestError as error:
+                    remedy = "; an empty line starts a new conversation" if error.status < 500 else ""
+                    click.echo(f"{error.message}{remedy}", err=True)
+                    messages.pop()
+                    continue
+                messages.append(reply.message)
+                click.echo(reply.message.content)
+        except EOFError:
+            pass
         finally:
+            runner.close()  # first, because a request that it cancels is aborted in the engine
             policy.close()
-
-    asyncio.run(work())
 
 
 @click.command("push")
@@ -112,7 +117,7 @@ def push(source: Path, repo: str, step: int | None, private: bool, only_card: bo
 @click.option("--key", default="", envvar="OPENAI_API_KEY", help="API key of --url.  [default: OPENAI_API_KEY]")
 @click.option("--python", default=sys.executable, metavar="PATH", help="Python with lm-eval.  [default: this one]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@set_option
+@override_option
 def evaluate(
     target: str,
     tasks: str,
@@ -154,7 +159,6 @@ def evaluate(
     else:
         for figure in figures:
             click.echo(figure.line)
-    if (Path(target) / "config.toml").is_file() and not url and not overrides:
-        version = int(Path(plan.config.model.path).name.rpartition("-")[2])
-        folder = write_suite(Path(target), as_evaluations(figures, settings, version))
+    if plan.version is not None and not url and not overrides:
+        folder = write_suite(Path(target), as_evaluations(figures, settings, plan.version))
         announce(f"stored in {folder}: `compare` and the run page show it")

@@ -61,7 +61,8 @@ def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterat
 
 
 def quiet_libraries() -> None:
-    """Silence the progress and logs of Dask, torch and transformers. Call before they are imported."""
+    """Silence the progress and logs of Dask, torch and transformers, and set OMP_NUM_THREADS to 1 unless it is set.
+    Call before they are imported."""
     from staleflow.pipeline.processes.local_cluster import set_process_environment
 
     set_process_environment(threads=1)

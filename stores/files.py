@@ -59,7 +59,7 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
 def replace_text(path: Path, text: str, remedy: str) -> None:
     """Write a text as UTF-8 with `replacing`."""
     with replacing(path, remedy) as tmp_path:
-        tmp_path.write_text(text, encoding="utf-8")
+        tmp_path.write_text(text, "utf-8")
 
 
 @contextlib.contextmanager

@@ -201,6 +201,19 @@ def test_package_names_clash_with_no_installed_package() -> None:
         assert set(owners.get(name, [])) <= {"staleflow"}
 
 
+def test_texts_are_read_and_written_as_utf_8() -> None:
+    """Not in the encoding of the locale."""
+    num_arguments = {"read_text": 1, "write_text": 2}
+    calls = [
+        (name, node.lineno, len(node.args), num_arguments[node.func.attr])
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in num_arguments
+    ]
+    assert len(calls) > 20
+    assert [call for call in calls if call[2] < call[3]] == []
+
+
 def test_deadlines_are_asyncio_timeouts() -> None:
     """asyncio.wait_for of Python 3.11 swallows a cancellation that arrives together with the result."""
     used = {

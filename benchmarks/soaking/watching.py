@@ -54,7 +54,7 @@ class Watch:
         try:
             async with asyncio.timeout(ANSWER_S):
                 if self._client is None:
-                    self._client = await ClusterAddress(scheduler_file=str(self.file)).client(within_s=ANSWER_S)
+                    self._client = await ClusterAddress(scheduler_file=str(self.file)).connect(within_s=ANSWER_S)
                 jobs = await job_registry.ask(self._client, "jobs")
                 self.places = _by_name(await self._client.run_on_scheduler(_places))
         except Exception:  # noqa: BLE001  it is down or stopped, by our own hand

@@ -226,7 +226,7 @@ def recorded_run(run_dir: Path) -> tuple[tuple[str, ...], str]:
         overrides = ("workload.kind=recorded", f"workload.run={knob_tree.toml_value(str(run_dir))}")
         return overrides, f"{error}; using the job's [rollout.cost] and [simulation]"
     job = load_stored_job(run_dir)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     histogram = summary["staleness_histogram"]
     shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
     scale = job.rollout.engine.time_scale  # an emulated run may be faster than its cost model

@@ -82,7 +82,7 @@ class SubmittedJob:
         if not path.is_file():
             raise ConfigError(f"{self.run_dir}: no summary.json; the job is {status}, and its folder is not seen here")
         stop_reason = status.message if status.state == "stopped" else ""
-        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=json.loads(path.read_text()))
+        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=json.loads(path.read_text("utf-8")))
 
     def _entry(self) -> dict[str, Any]:
         return job_lookup.find_matching(run_coroutine(job_lookup.all_jobs(self.cluster)), self.id).job

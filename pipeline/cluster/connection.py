@@ -18,11 +18,11 @@ from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.cluster.port_probe import PORT, PortState, probe_port, resolve
 from staleflow.stores.errors import ConfigError
 
-CONNECT_ERRORS = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
-"""Exceptions raised if no scheduler replies: RuntimeError if only the client uses TLS, MemoryError if the reply is not
-a Dask message."""
+CONNECT_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
+"""Exceptions raised if no scheduler replies: OSError includes TimeoutError, RuntimeError if only the client uses TLS,
+MemoryError if the reply is not a Dask message."""
 CONNECT_S = 7.0
-"""Seconds within which a scheduler must reply, so that a command fails in less than ten seconds."""
+"""Seconds within which a scheduler must reply."""
 BUSY_SCHEDULER_S = 60.0
 """Additional seconds for a scheduler that exists and may be busy."""
 PROBE_AFTER_S = 1.5
@@ -30,7 +30,7 @@ PROBE_AFTER_S = 1.5
 CLOSE_S = 1.0
 """Seconds that a client may take to close after a failed connection."""
 FILE_POLL_S = 0.1
-"""Seconds between two checks for a scheduler file that does not exist yet."""
+"""Seconds between two checks for a scheduler file that is not complete yet."""
 SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "ucx")
 HOST_AND_PORT_SCHEMES = ("tcp", "tls")
 """Those of `SCHEMES` whose addresses have a host and a port that can be probed."""
@@ -38,8 +38,9 @@ HOST_AND_PORT_SCHEMES = ("tcp", "tls")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAddress:
-    """The address of a Dask cluster from the command line or a job file: an address, a scheduler file, or, if both are
-    empty, Dask's configuration. security: Dask's security object for TLS."""
+    """Where the scheduler of a Dask cluster is, according to a command or job file: at an address, or at that in a
+    scheduler file, or, if both are empty, at that of Dask's configuration. security: Dask's security object for TLS;
+    None: Dask's configuration."""
 
     address: str = ""
     scheduler_file: str = ""
@@ -58,7 +59,7 @@ class ClusterAddress:
         """Whether any cluster is named, here or in Dask's own configuration."""
         return bool(self.address or self.scheduler_file or dask.config.get("scheduler-address", None))
 
-    async def client(
+    async def connect(
         self,
         *,
         direct_to_workers: bool = False,
@@ -69,27 +70,20 @@ class ClusterAddress:
         default client of this process. Raises ConfigError with a one-line message if the scheduler does not answer.
 
         Args:
-            file_timeout_s: Seconds for a scheduler file to appear.
-            within_s: Seconds for the scheduler to answer; `CONNECT_S` if None.
+            file_timeout_s: Seconds for a scheduler file to appear and have an address.
+            within_s: Seconds for the scheduler to answer, `BUSY_SCHEDULER_S` more if it is busy; `CONNECT_S` if None.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + file_timeout_s
-        while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
-            await asyncio.sleep(FILE_POLL_S)
+        if self.scheduler_file:
+            await _wait_for_address(self.scheduler_file, file_timeout_s)
         address = self._address()
         options = {"direct_to_workers": direct_to_workers, "set_as_default": False, "security": self.security}
-        try:
+        with _connect_errors(address):
             return await _connect(address, CONNECT_S if within_s is None else within_s, options)
-        except ConfigError:
-            raise
-        except CONNECT_ERRORS as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ConfigError(f"no scheduler at {address}: {reason}") from error
 
     @contextlib.asynccontextmanager
     async def open_client(self, *, file_timeout_s: float = 0.0, within_s: float | None = None) -> AsyncIterator[Any]:
-        """Context manager: yields `client`, and closes it at the end."""
-        client = await self.client(file_timeout_s=file_timeout_s, within_s=within_s)
+        """Context manager: yields the client of `connect`, and closes it at the end."""
+        client = await self.connect(file_timeout_s=file_timeout_s, within_s=within_s)
         try:
             yield client
         finally:
@@ -97,17 +91,22 @@ class ClusterAddress:
 
     @contextlib.contextmanager
     def open_blocking_client(self) -> Iterator[Any]:
-        """Context manager: yields a synchronous client. Raises ConfigError as `client` does."""
-        asyncio.run(self._require_answer())  # a synchronous client would wait forever if there is no scheduler
-        with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
+        """Context manager: yields a synchronous client. Raises ConfigError as `connect` does."""
+        asyncio.run(self._require_answer())  # a synchronous client does not find out what else listens there
+        address = self._address()
+        with _connect_errors(address):
+            client = Client(address, timeout=CONNECT_S + BUSY_SCHEDULER_S, security=self.security)
+        with client:
             yield client
 
     async def _require_answer(self) -> None:
+        """Raise ConfigError unless a scheduler answers."""
         async with self.open_client():
             pass
 
     def _address(self) -> str:
-        """Return the scheduler's address. Raises ConfigError if none is named, or the address is not valid."""
+        """Return the scheduler's address. Raises ConfigError if it is named not at all or twice, its file cannot be
+        used, the address is not valid, or TLS has no certificate."""
         if not self.is_named:
             raise ConfigError("no cluster given; name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
         address = self.address
@@ -136,12 +135,24 @@ class ClusterAddress:
         return address
 
 
+@contextlib.contextmanager
+def _connect_errors(address: str) -> Iterator[None]:
+    """Context manager: raises Dask's errors of a connection as ConfigError with one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except CONNECT_ERRORS as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"no scheduler at {address}: {reason}") from error
+
+
 async def _connect(address: str, within_s: float, options: dict[str, Any]) -> Any:
     """Connect a client to the scheduler at an address. Without a quick reply, probes the port; a busy scheduler gets
     `BUSY_SCHEDULER_S` more. Raises ConfigError and Dask's errors."""
     scheme, _ = parse_address(address)
     host, port = parse_host_port(address) if scheme in HOST_AND_PORT_SCHEMES else ("", 0)
-    deadline_s = asyncio.get_running_loop().time() + within_s
+    started_s = asyncio.get_running_loop().time()
     if host and (reason := await resolve(host)):
         raise ConfigError(f"no scheduler at {address}: {reason}")
     client = Client(address, asynchronous=True, timeout=within_s + BUSY_SCHEDULER_S, **options)
@@ -153,7 +164,9 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
             port_state = await probe_port(host, port, tls=scheme == "tls")
             if port_state.error:
                 raise ConfigError(f"no scheduler at {address}: {port_state.error}")
-        async with asyncio.timeout_at(deadline_s + (BUSY_SCHEDULER_S if port_state.is_dask else 0.0)):
+        if port_state.is_dask:
+            within_s += BUSY_SCHEDULER_S
+        async with asyncio.timeout_at(started_s + within_s):
             return await start_task
     except BaseException as error:
         start_task.cancel()
@@ -164,6 +177,8 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
 
 
 async def _wait_for_start(client: Any, address: str) -> Any:
+    """Wait until a client is connected, and register the job registry on its scheduler. Raises ConfigError if another
+    Dask process than a scheduler of a compatible version answers, and Dask's errors."""
     try:
         await client
     except (TypeError, AttributeError, KeyError, AssertionError) as error:
@@ -175,10 +190,21 @@ async def _wait_for_start(client: Any, address: str) -> Any:
     return client
 
 
+async def _wait_for_address(scheduler_file: str, timeout_s: float) -> None:
+    """Wait until a scheduler file has an address, which its scheduler may be writing, or until the time is over."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while loop.time() < deadline:
+        with contextlib.suppress(ConfigError):
+            _address_in(scheduler_file)
+            return
+        await asyncio.sleep(FILE_POLL_S)
+
+
 def _address_in(scheduler_file: str) -> str:
     """Read the address in a scheduler file. Raises ConfigError."""
     try:
-        content = json.loads(Path(scheduler_file).read_text())
+        content = json.loads(Path(scheduler_file).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"scheduler file {scheduler_file}: {error.strerror}; `dask scheduler --scheduler-file` writes one"

@@ -104,8 +104,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def _request_gpu_report(self, address: str) -> None:
         """Make a worker report its GPUs. A Dask worker plugin could do this too, but would end workers that cannot
         import this package."""
-        deadline_s = time.monotonic() + REPORT_LIMIT_S
-        while address in self._scheduler.workers and time.monotonic() < deadline_s:
+        deadline = time.monotonic() + REPORT_LIMIT_S
+        while address in self._scheduler.workers and time.monotonic() < deadline:
             try:
                 async with asyncio.timeout(REPORT_LIMIT_S):
                     reply = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))

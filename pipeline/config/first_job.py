@@ -142,11 +142,11 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".init-", dir=folder) as tmp_name:
                 tmp_folder = Path(tmp_name)
-                (tmp_folder / JOB).write_text(text)
+                (tmp_folder / JOB).write_text(text, "utf-8")
                 if writes_reward:
-                    (tmp_folder / REWARD).write_text(_reward_text(data))
+                    (tmp_folder / REWARD).write_text(_reward_text(data), "utf-8")
                 if not inputs.data:
-                    (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
+                    (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()), "utf-8")
                 if not inputs.model:
                     _pretrain(tmp_folder / MODEL, report)
                 for name in files:
@@ -291,7 +291,7 @@ def _source_name(data: str) -> str:
     """The data set of `--data`, a file, folder or name, in the form `kind:name` of job files. Raises ConfigError."""
     if kind_of(data) is not None or names_user_code(data):
         return data
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     endings = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     if path.suffix in endings:
         return f"{endings[path.suffix]}:{path}"
@@ -307,7 +307,7 @@ def _source_name(data: str) -> str:
 def _job_path(folder: Path, name: str) -> str:
     """A path as it is written into the job file: relative to the job's folder if it is in there, or was named relative
     to the current folder; names that are no paths stay."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.exists():
         return name
     if path.is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
@@ -418,7 +418,7 @@ def _learning_rate(model: str) -> float:
     """The initial learning rate for the size of a model's files; the least for a model that is not on this machine."""
     if not model:
         return LEARNING_RATES[0][1]
-    num_bytes = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in Path(os.path.expanduser(model)).glob("*.safetensors"))
     return next((rate for max_bytes, rate in LEARNING_RATES if 0 < num_bytes <= max_bytes), MIN_LEARNING_RATE)
 
 

@@ -71,7 +71,7 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
         return tree
     setting = f"{source}: profile = {name!r}"
     try:
-        profile = json.loads(Path(name).read_text())
+        profile = json.loads(Path(name).read_text("utf-8"))
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
         cost["verify_share"] = profile["coefficients"]["verify_share"]
         seconds = dict(profile.get("latencies", {}))

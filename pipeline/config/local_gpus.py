@@ -98,7 +98,7 @@ def _numa(bus_id: str) -> int:
     """The processor's memory that a PCI device is attached to; 0 if the system does not say."""
     path = Path("/sys/bus/pci/devices") / bus_id.lower()[-12:] / "numa_node"
     try:
-        return max(0, int(path.read_text()))
+        return max(0, int(path.read_text("utf-8")))
     except (OSError, ValueError):
         return 0
 

@@ -188,7 +188,7 @@ def _code(kind: str) -> str:
     """The code of this model type in transformers; empty if it is not found."""
     names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _model_lists()))
     files = (_library() / "models" / name / f"modeling_{name}.py" for name in names)
-    return next((path.read_text() for path in files if path.is_file()), "")
+    return next((path.read_text("utf-8") for path in files if path.is_file()), "")
 
 
 def _is_known_kind(kind: str) -> bool:
@@ -201,7 +201,7 @@ def _is_known_kind(kind: str) -> bool:
 def _model_lists() -> str:
     """Text of the files that list the kinds of models that transformers knows."""
     paths = (_library() / "models" / "auto" / name for name in MODEL_LISTS)
-    return "".join(path.read_text() for path in paths if path.is_file())
+    return "".join(path.read_text("utf-8") for path in paths if path.is_file())
 
 
 def _library() -> Path:
@@ -213,7 +213,7 @@ def _library() -> Path:
 def _shards(folder: Path, subject: str) -> Iterator[Path]:
     if (folder / SHARD_INDEX).is_file():
         try:
-            names = set(json.loads((folder / SHARD_INDEX).read_text())["weight_map"].values())
+            names = set(json.loads((folder / SHARD_INDEX).read_text("utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{subject}: its {SHARD_INDEX} cannot be read: {error}; copy the model again") from error
         yield from (folder / name for name in sorted(names))

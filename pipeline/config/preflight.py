@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 MAX_NAME_BYTES = 200
 """Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
-PATH_KEYS = (
-    "runs_dir", "cluster.shared_memory", *user_files.PATH_KEYS, *user_files.MODEL_KEYS, *user_files.CODE_KEYS,
+CHECKED_PATH_KEYS = (
+    "runs_dir", "cluster.shared_memory", *user_files.OTHER_PATH_KEYS, *user_files.MODEL_KEYS,
 )  # fmt: skip
-"""Keys that may name a file or folder."""
+"""Keys that may name a file or folder, besides those of user code."""
 MAX_DRAWN_PROMPTS = 100_000
 """Most prompts that are looked at."""
 MAX_DRAWING_S = 2.0
@@ -68,7 +68,7 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
     if config.emulated:
         _check_workload(config, runs_here=runs_here)
     if not config.has_texts:
-        user_files.check(config)
+        user_files.check_strategies(config)
         return []
     notes: list[str] = []
     for key, kind, path in user_files.data_files(config):
@@ -80,14 +80,14 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
             raise ConfigError(f"{key} = {file!r}: no such file")
     folder = _check_model(config, notes, runs_here=runs_here)
     _check_reference(config, folder, notes, runs_here=runs_here)
-    user_files.check(config)
+    user_files.check_strategies(config)
     if not runs_here and _needs_cluster_machine(config, notes):
         return notes
     for name, job in config.jobs_by_source.items():
         try:
             _try_source(job, folder, notes, step_groups=0 if name else job.batch.groups_per_step)
         except ConfigError as error:
-            message = user_files.name_rows(str(error))
+            message = user_files.with_row_names(str(error))
             raise ConfigError(f"task {name!r}: {message}" if name else message) from error
     return notes
 
@@ -114,11 +114,11 @@ def check_names(config: RunConfig) -> None:
         raise ConfigError(
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
         )
-    for key in PATH_KEYS:
+    for key in (*CHECKED_PATH_KEYS, *user_files.code_keys_of(config)):
         if "\0" in (path := user_files.value_at(config, key)):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
-    if config.runs_dir.startswith("~"):
-        raise ConfigError(f"runs_dir = {config.runs_dir!r}: ~ is not replaced here, write the whole path")
+        if (user_files.split_code(path)[1] or path).startswith("~"):
+            raise ConfigError(f"{key} = {path!r}: ~ is not replaced here, write the whole path")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if cluster.kind == "local" and (value := getattr(cluster, key)):
@@ -198,7 +198,7 @@ def _why_no_cuda() -> str:
     spec = importlib.util.find_spec("torch")
     version = Path(spec.origin or "").with_name("version.py") if spec is not None else None
     if version is not None and version.is_file():
-        text = version.read_text()
+        text = version.read_text("utf-8")
         if re.search(r"^hip\b.*= *'", text, re.MULTILINE):
             return ""  # ROCm, whose driver is another
         if re.search(r"^cuda\b.*= *None", text, re.MULTILINE):
@@ -352,13 +352,13 @@ def _draw_prompts(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tupl
     started_s = time.monotonic()
     prompts.task(0)
     draw_s = time.monotonic() - started_s  # an environment may take its time to reset
-    deadline_s = time.monotonic() + MAX_DRAWING_S
+    deadline = time.monotonic() + MAX_DRAWING_S
     held_out = prompts.held_out(
         min(config.task.eval_prompts, MAX_DRAWN_PROMPTS // 100, 1 + int(MAX_DRAWING_S / max(draw_s, 1e-6)))
     )
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
-        lambda _: time.monotonic() < deadline_s, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
+        lambda _: time.monotonic() < deadline, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
     ):
         yield i, prompts.task(i)
 

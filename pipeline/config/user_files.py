@@ -1,4 +1,5 @@
-"""User code and data files of a job: makes their paths absolute, checks them, and collects them for submission.
+"""Files that a job names: user code, data sets, models and others. Makes their paths absolute, checks user code by
+loading it, and collects code for a submission and for the run's folder.
 
 Code and rows passed as Python objects are files in a temporary folder of this process. A run copies those of its job,
 because the folder is deleted when the process ends.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import importlib.util
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from staleflow.pipeline.config.schema import TRACKERS, RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.user_tools import TOOLS_KEY
 from staleflow.tasks.settings import user_code
-from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of
+from staleflow.tasks.settings.source_kinds import SourceType, is_environment, is_installed, kind_of
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES
 
@@ -40,28 +41,28 @@ CODE_KEYS = (
     "training.sft.source",
 )
 """Keys of a job that may name user code by file."""
-SOURCE_CODE_KEYS = ("source", "eval_source", "reward", "sampler.name")
+TASK_SOURCE_CODE_KEYS = ("source", "eval_source", "reward", "sampler.name")
 """Keys of one of several task sources that may name user code by file."""
-RULE_KEYS = ("task.sampler.name", "rollout.routing.name", "training.advantage.name", "training.loss.name")
-"""Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
+COPIED_KEY_ENDS = (".sampler.name", "rollout.routing.name", "training.advantage.name", "training.loss.name")
+"""Ends of keys whose code a run copies into its folder: replays and resumes use the code it started with."""
 MODEL_KEYS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
 DATA_KEYS = ("task.source", "task.eval_source", "training.sft.source")
 """Keys that may name a data set."""
 TLS_KEYS = ("endpoint.tls_cert", "endpoint.tls_key")
 """Keys that may name a file of the endpoint's certificate."""
-PATH_KEYS = ("workload.run", "cluster.scheduler_file", *TLS_KEYS)
+OTHER_PATH_KEYS = ("workload.run", "cluster.scheduler_file", *TLS_KEYS)
 """Keys that may name another file or folder."""
 
 
 def code_keys(
-    reward_parts: Iterable[str], num_tools: int, sets: Iterable[str], sources: Iterable[str] = ()
+    part_names: Iterable[str], num_tools: int, set_names: Iterable[str], source_names: Iterable[str] = ()
 ) -> tuple[str, ...]:
     """Return the keys that may name user code in a job with these reward parts, tools, evaluation sets and task
     sources."""
-    source_keys = (f"task.sources.{name}.{key}" for name in sources for key in SOURCE_CODE_KEYS)
-    reward_keys = (f"reward.parts.{name}.function" for name in reward_parts)
-    set_keys = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
+    source_keys = (f"task.sources.{name}.{key}" for name in source_names for key in TASK_SOURCE_CODE_KEYS)
+    reward_keys = (f"reward.parts.{name}.function" for name in part_names)
+    set_keys = (f"evaluation.sets.{name}.{key}" for name in set_names for key in ("source", "reward"))
     return (*CODE_KEYS, *reward_keys, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *set_keys, *source_keys)
 
 
@@ -81,22 +82,28 @@ def copied_keys(config: RunConfig) -> tuple[str, ...]:
     return tuple(
         key
         for key in code_keys_of(config)
-        if key in RULE_KEYS or key.endswith(".sampler.name") or is_temporary(Path(_code_reference(config, key)[0]))
+        if key.endswith(COPIED_KEY_ENDS) or is_temporary(Path(_code_reference(config, key)[0]))
     )
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """Yield (key, kind, path) of each data set of the job that is a file or folder."""
+    """Yield (key, kind, path) of each data set of the job that is a file or folder, also of the option `rows` of an
+    environment whose tasks are rows."""
     set_keys = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
     source_keys = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
-    for key in (*DATA_KEYS, *set_keys, *source_keys):
-        kind, path = data_file(value_at(config, key))
+    for source_key in (*DATA_KEYS, *set_keys, *source_keys):
+        key, source = source_key, value_at(config, source_key)
+        if takes_rows(source):
+            key = f"{source_key.removesuffix('source')}options"
+            key, source = f"{key}.rows", str(value_at(config, key).get("rows", ""))
+        kind, path = data_file(source)
         if path is not None:
             yield key, kind, path
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make all paths of a job absolute, because workers of a cluster have other working directories."""
+    """Make all paths of a job absolute, because workers of a cluster have other working directories. Resolves
+    task.multi_turn = "auto", which loads user code."""
     for key in code_keys_of(config):
         file, name = _code_reference(config, key)
         if file:
@@ -104,7 +111,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     config = with_absolute_models(config)
     for key, kind, path in data_files(config):
         config = _set(config, key, f"{kind}:{path.resolve()}")
-    for key in PATH_KEYS:
+    for key in OTHER_PATH_KEYS:
         if path := value_at(config, key):
             config = _set(config, key, str(Path(path).resolve()))
     return _set(with_multi_turn(config), "runs_dir", str(Path(config.runs_dir).resolve()))
@@ -119,22 +126,29 @@ def with_absolute_models(config: RunConfig) -> RunConfig:
 
 
 def with_multi_turn(config: RunConfig) -> RunConfig:
-    """Resolve task.multi_turn = "auto" to yes or no. Leaves it unchanged if the source cannot be loaded on this
-    machine."""
+    """Resolve task.multi_turn = "auto" to yes or no by loading the user code that task sources name. Leaves it
+    unchanged if none that can be loaded on this machine has turns, and another cannot be loaded."""
     if config.task.multi_turn != "auto" or not config.has_texts:
         return config
-    try:
-        sources = (task.source for task in config.task.sources_by_name.values())
-        has_steps = bool(config.environment.tools) or any(is_environment(source, "task.source") for source in sources)
-    except ConfigError:
-        return config
-    return _set(config, "task.multi_turn", "yes" if has_steps else "no")
+    if not (has_turns := config.has_environment):  # which is also False if a source cannot be loaded
+        try:
+            for task in config.task.sources_by_name.values():
+                is_environment(task.source, "task.source")
+        except ConfigError:
+            return config
+    return _set(config, "task.multi_turn", "yes" if has_turns else "no")
+
+
+def takes_rows(source: str) -> bool:
+    """Whether the tasks of a source are rows of the data set in its option `rows`."""
+    kind = kind_of(source)
+    return kind is not None and kind.takes_rows
 
 
 def data_file(source: str) -> tuple[str, Path | None]:
     """Split a task source into (kind, path) of its data set. No path: not a local file, such as a data set on the hub.
     Empty kind: not a data set."""
-    kind, path = kind_of(source), Path(source.partition(":")[2]).expanduser()
+    kind, path = kind_of(source), Path(os.path.expanduser(source.partition(":")[2]))
     if kind is None or kind.type is not SourceType.ROWS:
         return "", None
     return kind.name, path if kind.name_is_path or path.exists() else None
@@ -149,12 +163,12 @@ def split_code(reference: str) -> tuple[str, str, str]:
     return prefix, location, name
 
 
-def in_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
+def with_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
     """Set the run folder of a job."""
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
-def check(config: RunConfig) -> None:
+def check_strategies(config: RunConfig) -> None:
     """Check the user code of a job's rules, losses, advantage and tracker by loading it. Raises ConfigError.
 
     Rules and losses are constructed; the advantage is computed on rewards of a batch's shape.
@@ -172,14 +186,14 @@ def check_tracker(reference: str) -> None:
     if reference not in TRACKERS:
         tracker = user_code.load(reference, "tracking.tracker")
         if isinstance(tracker, type):
-            require_tracker(tracker, reference)
-    elif importlib.util.find_spec(reference) is None:
+            require_tracker_methods(tracker, reference)
+    elif not is_installed(reference):
         raise ConfigError(
             f"tracking.tracker = {reference!r}: the package is not installed; pip install 'staleflow[{reference}]'"
         )
 
 
-def require_tracker(tracker: object, name: str) -> None:
+def require_tracker_methods(tracker: object, name: str) -> None:
     """Raise ConfigError if a tracker or its class lacks a method that a run calls."""
     if missing := [name for name in ("step", "close") if not callable(getattr(tracker, name, None))]:
         raise ConfigError(
@@ -197,18 +211,21 @@ def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[
         if file:
             prefix = key.split(".")[-2 if key in CODE_KEYS else 0] + "_"
             file_name = prefix + Path(file).name.removeprefix(prefix)
-            with raised_as(
-                ConfigError, f"{key} = {value_at(config, key)!r}: cannot be read", OSError, UnicodeDecodeError
-            ):
-                text = Path(file).read_text()
+            text = _read(config, key, Path(file))
             while code.setdefault(file_name, text) != text:  # files of one name, from two folders
                 file_name = f"{prefix}{file_name}"
             config = _set_code_reference(config, key, file_name, name)
     for key, kind, path in data_files(config):
         if is_temporary(path):
-            code[path.name] = path.read_text("utf-8")
+            code[path.name] = _read(config, key, path)
             config = _set(config, key, f"{kind}:{path.name}")
     return config, code
+
+
+def _read(config: RunConfig, key: str, path: Path) -> str:
+    """Read the file that a key of the job names. Raises ConfigError."""
+    with raised_as(ConfigError, f"{key} = {value_at(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
+        return path.read_text("utf-8")
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
@@ -281,7 +298,7 @@ def is_temporary(path: Path) -> bool:
     return _temporary_folder.cache_info().currsize > 0 and path.is_relative_to(_temporary_folder())
 
 
-def name_rows(message: str) -> str:
+def with_row_names(message: str) -> str:
     """A message in which rows passed as Python objects have the name of their argument and their index, not their
     temporary file and line."""
     if not _temporary_folder.cache_info().currsize:

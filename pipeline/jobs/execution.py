@@ -83,7 +83,7 @@ async def execute(
     if config.teachers:
         inspect_teacher(config)
     config = user_files.with_absolute_paths(config)
-    user_files.check(config)
+    user_files.check_strategies(config)
     run_dir, settings = config.run_dir, settings_digest(config)
     with contextlib.ExitStack() as lock:
         if task is None:

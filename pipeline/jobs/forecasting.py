@@ -115,7 +115,7 @@ def read_forecast(run_dir: Path) -> Forecast | None:
     """Read the forecast of a run; None if there is none. Raises StoreError."""
     path = run_dir / FILE
     try:
-        return CODEC.decode(json.loads(path.read_text()), Forecast) if path.is_file() else None
+        return CODEC.decode(json.loads(path.read_text("utf-8")), Forecast) if path.is_file() else None
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without a forecast") from error
 

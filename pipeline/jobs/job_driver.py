@@ -227,7 +227,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     if resume:
         run_folder.refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
-    user_files.check(config)
+    user_files.check_strategies(config)
     config, code = collect_code(config)
     submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.from_config(config, driver=True)

@@ -94,14 +94,14 @@ class StartRecorder(RunListener):
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._start)], indent=1) + "\n"
         # Not flushed to disk, since that would slow each step; the file survives the end of this process anyway.
         with replacing(self._path, "free space or move runs_dir", flush=False) as tmp_path:
-            tmp_path.write_text(text)
+            tmp_path.write_text(text, "utf-8")
 
 
 def read(run_dir: Path) -> list[Start]:
     """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
     path = run_dir / STARTS
     try:
-        entries = json.loads(path.read_text()) if path.is_file() else []
+        entries = json.loads(path.read_text("utf-8")) if path.is_file() else []
         return [CODEC.decode(entry, Start) for entry in entries]
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without earlier losses") from error

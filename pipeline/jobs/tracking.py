@@ -184,7 +184,7 @@ def get_tracker_id(run_dir: str, tracker: str) -> str:
     file = Path(run_dir) / f"{tracker}.id"
     if not file.is_file():
         replace_text(file, f"{uuid.uuid4().hex[:12]}\n", "free space or move runs_dir")
-    return file.read_text().strip()
+    return file.read_text("utf-8").strip()
 
 
 def _has_wandb_account() -> bool:
@@ -199,7 +199,7 @@ def _has_wandb_account() -> bool:
 def _suppress_output() -> Iterator[None]:
     """Context manager: discards printed output, which would disturb the live display."""
     with (
-        open(os.devnull, "w") as null_file,
+        open(os.devnull, "w", encoding="utf-8") as null_file,
         contextlib.redirect_stdout(null_file),
         contextlib.redirect_stderr(null_file),
     ):
@@ -237,7 +237,7 @@ class Tracking(RunListener):
             except (Exception, SystemExit) as error:  # user code
                 reason = f"{type(error).__name__}: {user_code.error_text(error)}"
                 raise ConfigError(f"tracking.tracker = {tracker!r}: cannot be constructed: {reason}") from error
-            user_files.require_tracker(self._trackers[-1], tracker)
+            user_files.require_tracker_methods(self._trackers[-1], tracker)
 
     def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self._call_trackers("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})

@@ -448,7 +448,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             await run_to_end(local.close())
             raise
     else:
-        client = await _cluster_of(config, security).client(
+        client = await _cluster_of(config, security).connect(
             direct_to_workers=True, file_timeout_s=FILE_TIMEOUT_S, within_s=within_s
         )
     return DaskWorkers(

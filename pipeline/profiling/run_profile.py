@@ -63,7 +63,7 @@ def profile_run(run_dir: Path) -> Profile:
         StoreError: Its summary is damaged.
     """
     try:
-        json.loads((run_dir / "summary.json").read_text())
+        json.loads((run_dir / "summary.json").read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -49,7 +49,7 @@ def has_record(run_dir: Path) -> bool:
 def read(run_dir: Path) -> dict[str, Any]:
     """Read a job's record from a run's folder, as last written by its driver. Raises ConfigError."""
     with raised_as(ConfigError, f"{run_dir / RECORD}: cannot be read", OSError, ValueError):
-        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((run_dir / RECORD).read_text("utf-8"))
     if not isinstance(record, dict):
         raise ConfigError(f"{run_dir / RECORD}: not the record of a job")
     return DEFAULT_RECORD | record | {"run_dir": str(run_dir)}

@@ -205,7 +205,7 @@ def _archive_start(run_dir: Path) -> None:
     archived_events = run_dir / f"events.{number}.jsonl"
     if not journal.list_files(events) and not journal.list_files(archived_events):
         return
-    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), REMEDY)
+    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text("utf-8"), REMEDY)
     for part in journal.list_closed_parts(events).values():
         part.rename(run_dir / part.name.replace(events.name, archived_events.name, 1))
     if events.is_file():

@@ -42,7 +42,7 @@ OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event or a report after which a process of another machine counts as dead, because its process id
 cannot be checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
-PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
+MOVED_PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
 """Keys of a job whose values may be paths into the run's folder, besides those of user code."""
 
 
@@ -98,14 +98,16 @@ def write_job(config: RunConfig) -> None:
     replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), DISK_REMEDY)
 
 
-def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
-    """Return the folder of a run's checkpoint. Raises ConfigError if there is none. step: None for the newest one."""
+def find_checkpoint(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
+    """Return the step and the folder of a run's checkpoint. Raises ConfigError if there is none. step: None for the
+    newest one."""
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         raise ConfigError(f"{run_dir}: the run has no checkpoint; let it end, or set training.checkpoint_every")
     if step is not None and step not in checkpoints:
         raise ConfigError(f"--step = {step}: {run_dir} has checkpoints of steps {', '.join(map(str, checkpoints))}")
-    return checkpoints[max(checkpoints) if step is None else step]
+    step = max(checkpoints) if step is None else step
+    return step, checkpoints[step]
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -137,14 +139,14 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         _names(tree, "evaluation", "sets"),
         _names(tree, "task", "sources"),
     )
-    for path in (*PATH_KEYS, *code) if is_job else ():
+    for path in (*MOVED_PATH_KEYS, *code) if is_job else ():
         *tables, key = path.split(".")
         section = _value_at(tree, *tables)
         index = int(key) if isinstance(section, list) else key
         if isinstance(value := _value_at(section, key), str):
             section[index] = _move_path(value, str(Path(*path_parts)), str(new_dir))
     config = loading.from_tree_with_overrides(tree, overrides, str(run_dir / file))
-    return user_files.in_run_dir(config, new_dir)
+    return user_files.with_run_dir(config, new_dir)
 
 
 def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
@@ -203,9 +205,9 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """Read summary.json of a run; empty if its latest start has written none, or it cannot be read."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
         starts = run_dir / STARTS
-        num_starts = len(json.loads(starts.read_text())) if starts.is_file() else 0
+        num_starts = len(json.loads(starts.read_text("utf-8"))) if starts.is_file() else 0
         return summary if len(summary.get("starts", ())) >= num_starts else {}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
@@ -216,7 +218,7 @@ def in_use(run_dir: Path) -> bool:
     starting run fail, and would need write access. A process of another machine counts as dead after
     OTHER_HOST_TIMEOUT_S without an event or a report."""
     try:
-        _, process, _, host = (run_dir / LOCK).read_text().split()
+        _, process, _, host = (run_dir / LOCK).read_text("utf-8").split()
         if host != socket.gethostname():
             files = [file for name in (LOCK, RECORD, "events.jsonl") if (file := run_dir / name).exists()]
             return time.time() - max(file.stat().st_mtime for file in files) < OTHER_HOST_TIMEOUT_S
@@ -235,7 +237,7 @@ def _open_lock_file(run_dir: Path) -> TextIO:
         with raised_as(
             StoreError, f"{run_dir}: cannot be written", OSError, remedy="a run's folder is locked while it is in use"
         ):
-            file = path.open("a+")
+            file = path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -265,7 +267,7 @@ def _create_folder(run_dir: Path) -> None:
 def job_id(run_dir: Path) -> str:
     """Return the id of the last job submitted for the run; empty if there was none."""
     owner = run_dir / "job.txt"
-    return owner.read_text().strip() if owner.is_file() else ""
+    return owner.read_text("utf-8").strip() if owner.is_file() else ""
 
 
 def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:

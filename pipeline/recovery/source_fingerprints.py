@@ -17,7 +17,7 @@ from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import data_file, split_code
+from staleflow.pipeline.config.user_files import data_file, split_code, takes_rows
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.serialization import parse_json
@@ -170,7 +170,12 @@ def _source_inputs(source: str, options: Mapping[str, Any], seed: int) -> Inputs
     source_kind = kind_of(source)
     if source_kind is not None and source_kind.name_is_path and path is not None:
         return {"task.source": kind_name, "file": _hash_path(path)}
-    options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
+    file_facts = {}
+    if takes_rows(source):
+        rows_kind, path = data_file(str(options.get("rows", "")))
+        if path is not None:
+            options, file_facts = {**options, "rows": rows_kind}, {"file": _hash_path(path)}
+    options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr), **file_facts}
     if kind_name:
         reference = source if path is None else kind_name
         return {"task.source": reference, **options_facts} | ({} if path is None else {"file": _hash_path(path)})

@@ -1,10 +1,10 @@
 """A queue of trajectories that actors without state work off: reward workers, and teachers.
 
 Invariants:
-- Every queued trajectory is processed, unless it has ended or all actors are being replaced. The trajectories of a lost
-  actor are processed again, by any of them.
-- An actor whose process does not answer is detected within twice deadlines.call_s, however long its work takes, because
-  it is pinged meanwhile.
+- Every queued trajectory is sent to an actor; it waits while all of them are busy, moved or replaced. The trajectories
+  of a lost actor are sent again, to any of them.
+- An actor that has work, but whose process does not answer, is detected within twice deadlines.call_s, however long the
+  work takes, because it is pinged meanwhile.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, ClassVar
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
@@ -25,11 +25,9 @@ from staleflow.stores.trajectory import TrajectoryId
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class ActorQueue(ABC):
-    """The trajectories of one run that wait for one of several actors. names: of the actors."""
+    """The trajectories of one run that wait for one of several actors, whose names are given."""
 
     max_batch: ClassVar[int] = 32
     """Maximum number of trajectories in one call to an actor."""
@@ -42,8 +40,9 @@ class ActorQueue(ABC):
         self._num_idle_actors = 0
         """Number of actors that wait for work."""
         self._replacing: set[str] = set()
+        """Names of lost actors that are being replaced."""
         self._locks = {name: asyncio.Lock() for name in names}
-        """Held while an actor processes a batch, or is moved."""
+        """Locked while an actor processes a batch, or is moved."""
 
     @property
     def is_busy(self) -> bool:
@@ -52,7 +51,7 @@ class ActorQueue(ABC):
 
     def coroutines(self) -> list[Coroutine[Any, Any, None]]:
         """Coroutines to run concurrently until cancelled, one per actor."""
-        return [self._process_on(name) for name in self._names]
+        return [self._process_until_cancelled(name) for name in self._names]
 
     @abstractmethod
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
@@ -86,6 +85,7 @@ class ActorQueue(ABC):
     async def _replace(self, name: str) -> None:
         """Replace a lost actor as soon as there is a Dask worker for it. Raises NoFreeWorker if there was none for
         start_s, and no other actor is left."""
+        level = logging.WARNING
         self._replacing.add(name)
         try:
             while True:
@@ -94,21 +94,31 @@ class ActorQueue(ABC):
                 except NoFreeWorker as error:
                     if not self._actors.has_other(name, self._names):
                         raise
-                    logger.warning("the run continues without %s: %s", name, error)
+                    logger.log(level, "the run continues without %s: %s", name, error)
+                    level = logging.DEBUG  # it is tried again every start_s
         finally:
             self._replacing.discard(name)
 
-    async def _process_on(self, name: str) -> None:
+    def _put(self, batch: Iterable[TrajectoryId]) -> None:
+        """Queue trajectories."""
+        for trajectory in batch:
+            self._queue.put_nowait(trajectory)
+
+    async def _process_until_cancelled(self, name: str) -> None:
         """Send batches to one actor. If it is lost, replace it and queue its batch again."""
+        lock = self._locks[name]
         while True:
             batch = await self._next_batch()
+            if lock.locked():  # it is moved, which takes long; others may be idle
+                self._put(batch)
+                async with lock:
+                    continue
             try:
-                async with self._locks[name]:
+                async with lock:
                     await self._process(name, batch)
             except (errors.ActorLost, errors.ActorFailed) as loss_error:
                 if loss_error.actor != name:
                     raise
-                for trajectory in batch:
-                    self._queue.put_nowait(trajectory)
+                self._put(batch)
                 self._actors.record_loss(name, loss_error)
                 await self._replace(name)

@@ -297,7 +297,7 @@ class BestCheckpoint:
     def _read_best_score(self) -> BestScore:
         """Read version and mean reward of checkpoints/best; NO_SCORE if there is none."""
         try:
-            record = json.loads((self._folder / BEST / RECORD_FILE).read_text())
+            record = json.loads((self._folder / BEST / RECORD_FILE).read_text("utf-8"))
             return BestScore(PolicyVersion(int(record["version"])), float(record["reward"]))
         except (OSError, ValueError, KeyError, TypeError):  # there is none, or another program wrote the folder
             return NO_SCORE

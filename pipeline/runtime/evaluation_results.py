@@ -212,7 +212,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none. Raises StoreError."""
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
-        value = json.loads(path.read_text()) if path.is_file() else []
+        value = json.loads(path.read_text("utf-8")) if path.is_file() else []
     with raised_as(StoreError, f"{path}: is not a list of evaluations", ValueError, remedy=remedy):
         return CODEC.decode(value, list[Evaluation])
 
@@ -239,7 +239,7 @@ def read_suites(run_dir: Path) -> list[Evaluation]:
     evaluations = []
     for path in _suite_files(run_dir):
         with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy="remove it"):
-            evaluations.append(Evaluation.from_json(json.loads(path.read_text())))
+            evaluations.append(Evaluation.from_json(json.loads(path.read_text("utf-8"))))
     return sorted(evaluations, key=lambda evaluation: (evaluation.version, evaluation.name))
 
 
@@ -310,7 +310,7 @@ def read_rewards(run_dir: Path, version: int) -> dict[str, dict[str, PromptRewar
     """Read the rewards of an evaluation, by set and prompt; empty if they were not kept. Raises StoreError."""
     path = _path(run_dir, version)
     try:
-        value = json.loads(path.read_text()) if path.is_file() else {}
+        value = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         return CODEC.decode(value, dict[str, dict[str, PromptRewards]])
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without comparisons with it") from error

@@ -89,8 +89,7 @@ class ScoreQueue(ActorQueue):
             self._release_timer.cancel()
             self._release_timer = None
         batch, self._waiting_for_group = self._waiting_for_group, []
-        for trajectory in batch:
-            self._queue.put_nowait(trajectory)
+        self._put(batch)
 
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
         """Let a reward worker score a batch."""

@@ -32,7 +32,7 @@ class TeacherQueue(ActorQueue):
         for trajectory in trajectories if self._names else ():
             if trajectory not in self._pending and not is_evaluation(trajectory):
                 self._pending[trajectory] = asyncio.get_running_loop().create_future()
-                self._queue.put_nowait(trajectory)
+                self._put([trajectory])
 
     async def wait_for(self, trajectories: Iterable[TrajectoryId]) -> float:
         """Wait until the server has the logprobs of these responses, as far as they were queued. Returns the seconds

@@ -85,7 +85,7 @@ def export(
                 data_folder.mkdir(exist_ok=True)
                 num_written, files, errors = _write_parts(run_dir, store, rows, to, data_folder, pool, progress)
                 if to == "hf":
-                    (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store))
+                    (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store), "utf-8")
                 size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
                 if to == "jsonl":
                     _join_files(files, tmp_path / "whole")
@@ -209,7 +209,7 @@ def write_part(
 
 def _write_lines(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     num_written = 0
-    with file.open("w") as out:
+    with file.open("w", encoding="utf-8") as out:
         for rows, texts in blocks:
             for row, text in zip(rows, texts, strict=True):
                 record = dataframes.plain_row(row)

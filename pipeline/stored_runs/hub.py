@@ -28,7 +28,7 @@ def push_checkpoint(run_dir: Path, repo: str, *, step: int | None = None, privat
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     card = model_card(run_dir, step=step, title=repo.rpartition("/")[2])
-    checkpoint = find_checkpoint(run_dir, step)
+    _, checkpoint = find_checkpoint(run_dir, step)
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     operations = [CommitOperationAdd(str(path.relative_to(checkpoint)), path) for path in files]
     operations.append(CommitOperationAdd(CARD, card.encode()))
@@ -67,7 +67,7 @@ def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
     config = run_folder.load_job(run_dir)
     if config.emulated:
         raise ConfigError(f"{run_dir}: its engine is emulated, so it has no policy to push")
-    checkpoint = find_checkpoint(run_dir, step)
+    version, checkpoint = find_checkpoint(run_dir, step)
     store = VersionedStore.open(run_dir / "store")
     base = config.model.path
     data = ModelCardData(
@@ -76,7 +76,6 @@ def model_card(run_dir: Path, *, title: str, step: int | None = None) -> str:
         base_model=None if Path(base).is_absolute() else base,
         tags=["reinforcement-learning", "staleflow"],
     )
-    version = int(checkpoint.name.removeprefix("step-"))
     lines = [
         "---",
         data.to_yaml(),

@@ -446,11 +446,11 @@ def _close(peers: list[Any]) -> None:
 
 def _follower_addresses(pool: Pool, own_address: str, ranks: int) -> list[str]:
     """Addresses of the workers for the other ranks. Waits up to WORKER_RESTART_S for workers that are restarting."""
-    deadline_s = time.monotonic() + WORKER_RESTART_S
+    deadline = time.monotonic() + WORKER_RESTART_S
     while (
         len(addresses := [address for address in pool.free_workers(model=True) if address != own_address]) < ranks - 1
     ):
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > deadline:
             raise ConfigError(
                 f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
                 f"{len(addresses) + 1}, which gives weights that are equal up to rounding"

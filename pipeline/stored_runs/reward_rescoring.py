@@ -320,7 +320,7 @@ def _load_inputs(settings: bytes) -> tuple[Prompts, ScoringSettings]:
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         for file, text in code.items():
-            (folder / file).write_text(text)
+            (folder / file).write_text(text, "utf-8")
 
         def relocate(reference: str) -> str:
             return f"{folder}/{reference}" if reference.rpartition(":")[0] in code else reference

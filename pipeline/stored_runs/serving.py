@@ -37,6 +37,8 @@ class ServingPlan:
     facts: ModelFacts
     label: str
     """Name of the model for display, such as `step-000100 of first`."""
+    version: int | None = None
+    """Policy version of a run's checkpoint; None for a model without a run."""
 
     @property
     def context(self) -> int:
@@ -99,6 +101,7 @@ def make_serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int
     config = loading.load(path / "config.toml", overrides)
     if config.emulated:
         raise ConfigError(f"{target}: its engine is emulated, so it has no policy to serve")
-    checkpoint = find_checkpoint(path, step)
+    version, checkpoint = find_checkpoint(path, step)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoint)))
-    return ServingPlan(config=config, facts=inspect_model(config), label=f"{checkpoint.name} of {path.name}")
+    label = f"{checkpoint.name} of {path.name}"
+    return ServingPlan(config=config, facts=inspect_model(config), label=label, version=version)

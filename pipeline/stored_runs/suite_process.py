@@ -33,7 +33,7 @@ def main() -> None:
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         result = {"error": refusals.reason or f"{type(error).__name__}: {lines[0] if lines else ''}"}
-    Path(settings["results"]).write_text(json.dumps(result))
+    Path(settings["results"]).write_text(json.dumps(result), "utf-8")
 
 
 class TaskRefused(Exception):

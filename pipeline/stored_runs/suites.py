@@ -78,6 +78,8 @@ class SuiteMetric:
 def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, version: int) -> list[Evaluation]:
     """Metrics as evaluations of a checkpoint. Their names have the settings that they depend on."""
     prompts = ", chat" * settings.chat + (f", first {settings.limit}" if settings.limit else "")
+    if settings.include:  # whose tasks may have the names of others
+        prompts += f", with {Path(settings.include).resolve().name}"
     return [
         Evaluation(
             version=version,
@@ -155,7 +157,7 @@ async def run_suite(settings: SuiteSettings, server: CompletionsServer, python: 
                 await process.wait()
         if not file.is_file():
             raise SuiteFailed(f"lm-eval ended with exit code {process.returncode} and without results")
-        results = json.loads(file.read_text())
+        results = json.loads(file.read_text("utf-8"))
     if "refusal" in results:
         raise ConfigError(results["refusal"])
     if "error" in results:

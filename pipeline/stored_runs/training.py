@@ -249,7 +249,7 @@ def _train_and_evaluate(plan: OfflinePlan, out: Path, tmp_path: Path, report: Re
 
 def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
     """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
-    if not (tmp_path / "plan").is_file() or (tmp_path / "plan").read_text() != plan.digest:
+    if not (tmp_path / "plan").is_file() or (tmp_path / "plan").read_text("utf-8") != plan.digest:
         for path in (tmp_path / name for name in ("resume", "checkpoints", "history.jsonl")):
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
@@ -288,7 +288,7 @@ class _Training:
         self.version = max(self._points.complete_versions(), default=PolicyVersion(plan.start))
         if self.version > plan.start:
             self.policy.load_state(self._points.path(self.version))
-            lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version - plan.start]
+            lines = (tmp_path / "history.jsonl").read_text("utf-8").splitlines()[: self.version - plan.start]
             entries = [json.loads(line) for line in lines]
             self._are_equal = [bool(entry.get("same", False)) for entry in entries]
             self.history = [{k: v for k, v in entry.items() if k not in HASH_KEYS} for entry in entries]
@@ -321,7 +321,7 @@ class _Training:
         hashes |= {"numerics": numerics(), "previous": self.entry}
         line = json.dumps({**metrics, **hashes})
         self.entry = chain_hash(line.encode())
-        with (self._tmp_path / "history.jsonl").open("a") as file:
+        with (self._tmp_path / "history.jsonl").open("a", encoding="utf-8") as file:
             file.write(f"{line}\n")
         if time.monotonic() - self._saved_at > RESUME_POINT_S:
             is_sharded = self._plan.config.training.ranks > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import logging
@@ -197,11 +198,11 @@ class ServedPolicy:
                 events = self._engine.events(POLL_S)
             except Exception:  # noqa: BLE001  a closed engine may raise anything, and one that has failed does
                 self._failed = True
-                if not self._loop.is_closed():
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._fail_pending)
                 return
             for event in events:
-                if not self._loop.is_closed():
+                with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._set_result, event)
 
     def _fail_pending(self) -> None:

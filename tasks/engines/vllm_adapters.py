@@ -72,7 +72,7 @@ class VllmAdapters:
         self._num_added += 1
         settings = adapters.peft_settings(self._config)
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings), "utf-8")
             (Path(folder) / "adapter_model.safetensors").symlink_to(file.absolute())
             request = LoRARequest(lora_name=f"v{version}", lora_int_id=self._num_added, lora_path=folder)
             # vLLM reads the file only now, because later requests find the adapter loaded.

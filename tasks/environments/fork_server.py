@@ -177,7 +177,7 @@ def _kill_group(pid: int) -> None:
 def _kill_children(episodes: set[int]) -> None:
     """Kill those children of this process that dead episodes have left behind. episodes: processes to leave alone."""
     with contextlib.suppress(OSError):  # a system without this file
-        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split():
             if int(child) not in episodes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(int(child), signal.SIGKILL)
@@ -213,7 +213,7 @@ def _run_episode(connection: socket.socket, environment: Environment, settings: 
 def _limit_memory(max_bytes: int) -> None:
     """Limit this process's memory to what it has now and `max_bytes` bytes more."""
     with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + max_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -255,13 +255,13 @@ class ToolEpisode:
         calls = [] if truncated or last else parse_tool_calls(text, self._tools)
         if not calls:
             return await self.end_early()
-        deadline_s = time.monotonic() + self._config.tool_timeout_s
+        deadline = time.monotonic() + self._config.tool_timeout_s
         results = []
         for index, call in enumerate(calls):
             error = call.error
             if index >= MAX_CALLS_PER_TURN:
                 error = f"a turn may call at most {MAX_CALLS_PER_TURN} tools"
-            timeout_s = deadline_s - time.monotonic()
+            timeout_s = deadline - time.monotonic()
             if timeout_s <= 0:
                 error = f"the calls of this turn took longer than {self._config.tool_timeout_s:g} s"
             result = (

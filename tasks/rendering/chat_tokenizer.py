@@ -135,7 +135,7 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
     import tokenizers
 
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         added_ids = [int(id) for id in settings.get("added_tokens_decoder", {})]
         needs_transformers = settings.get("clean_up_tokenization_spaces") or any(

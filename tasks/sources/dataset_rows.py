@@ -60,7 +60,7 @@ class JsonLines:
         """name: path of the file. label: its key and name in the job file, for messages. Raises ConfigError, which
         names the line."""
         _refuse_options(options, label)
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
             lines = path.read_text("utf-8-sig").split("\n")
@@ -105,7 +105,7 @@ class ParquetRows:
         from pyarrow import ArrowException, parquet
 
         _refuse_options(options, label)
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         with raised_as(ConfigError, f"{label}: cannot be read", OSError, ArrowException, describe=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
         self._path = path

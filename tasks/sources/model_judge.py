@@ -112,7 +112,7 @@ class Judge:
                 self._replies[digest] = self._call(body)
             return self._replies[digest]
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return file.read_text("utf-8")
         reply = self._call(body)
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, reply, "free space, or give the judge another cache")

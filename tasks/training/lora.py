@@ -112,5 +112,5 @@ def save(adapter: Mapping[str, torch.Tensor], config: LoraConfig, model: str, fo
         "inference_mode": True,
     }
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
     save_file(dict(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -165,7 +165,7 @@ MODELS = (
          command="run job.toml --set training.kl.coefficient=0.1 --set training.kl.reference=other",
          prepare=(lambda f: shutil.copytree(f / "model", f / "other"),
                   replace_text("other/tokenizer.json", '";": 17', '";": 99'))),
-    _set("model: the home folder's sign", "model.path=~/none", "no such folder"),
+    _set("model: the home folder's sign", "model.path=~/none", "~ is not replaced here, write the whole path"),
     _set("model: a file", "model.path=data.jsonl", "model.path = 'data.jsonl'", "folder"),
     _set("model: a folder of something else", "model.path=runs", "model.path", "config.json"),
     Case(name="model: no tokenizer", command="run job.toml", says=("model.path", "tokenizer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,28 @@ def test_an_interrupt_ends_a_simulation(tmp_path: Path) -> None:
         shown.ctrl_c()
         assert_orderly_end(shown)
         assert "interrupted" in shown.text
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_chat_that_waits_for_input(
+    tiny_model: Path, tmp_path: Path, signal_number: int, code: int
+) -> None:
+    with terminal("chat", tiny_model, cwd=tmp_path) as shown:
+        shown.until("> $")
+        if signal_number == signal.SIGINT:
+            shown.ctrl_c()
+        else:
+            shown.process.send_signal(signal_number)
+        assert shown.end() == code, shown.text
+        assert not [word for word in WRONG if word in shown.text], shown.text
+
+
+def test_a_key_of_the_user_is_not_printed(tiny_model: Path, tmp_path: Path) -> None:
+    with terminal("serve", tiny_model, "--port", "0", "--key", "sesame", cwd=tmp_path) as shown:
+        shown.until("OPENAI_BASE_URL=http.*Ctrl-C ends it")
+        shown.ctrl_c()
+        assert_orderly_end(shown)
+    assert "sesame" not in shown.text
 
 
 SLOW = """

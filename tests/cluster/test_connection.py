@@ -289,3 +289,61 @@ def test_a_busy_scheduler_is_waited_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert asyncio.run(work()) == "running"
+
+
+def test_a_busy_scheduler_is_waited_for_by_a_synchronous_client_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CONNECT_S", 0.3)
+
+    def connect(address: str) -> str:
+        with ClusterAddress(address=address).open_blocking_client() as client:
+            return str(client.status)
+
+    async def work() -> str:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:
+            identity = scheduler.handlers["identity"]
+
+            async def busy(**arguments: Any) -> Any:
+                await asyncio.sleep(1.0)
+                return identity(**arguments)
+
+            scheduler.handlers["identity"] = busy
+            return await asyncio.to_thread(connect, scheduler.address)
+
+    assert asyncio.run(work()) == "running"
+
+
+def test_a_scheduler_lost_before_the_second_connection_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(_: ClusterAddress) -> None:
+        pass
+
+    def time_out(*_: Any, **__: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(ClusterAddress, "_require_answer", answer)
+    monkeypatch.setattr(connection, "Client", time_out)
+    with (
+        pytest.raises(ConfigError, match=r"^no scheduler at tcp://127\.0\.0\.1:9: TimeoutError$"),
+        ClusterAddress(address="127.0.0.1:9").open_blocking_client(),
+    ):
+        pytest.fail("it connected")
+
+
+def test_the_error_of_a_busy_scheduler_states_the_whole_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BUSY_SCHEDULER_S", 0.5)
+    with listener(lambda connected: connected.sendall(port_probe._greeting())) as port:
+        message = connection_error(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), 1.0)
+    assert message == f"no scheduler at tcp://127.0.0.1:{port}: it is too busy to reply (waited 1.5 s)"
+
+
+def test_a_scheduler_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.json"
+    file.touch()
+
+    async def work() -> str:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:
+            content = json.dumps({"address": scheduler.address})
+            asyncio.get_running_loop().call_later(0.3, file.write_text, content)
+            async with ClusterAddress(scheduler_file=str(file)).open_client(file_timeout_s=60, within_s=60) as client:
+                return str(client.status)
+
+    assert asyncio.run(work()) == "running"

@@ -46,6 +46,7 @@ def test_a_bucket_is_checked_for_the_job_that_its_run_stores(folder: Path, monke
     ("source", "found"),
     [
         ("jsonl:rows.jsonl", "jsonl:{here}/rows.jsonl"),
+        ("jsonl:~nobody-here/rows.jsonl", "jsonl:{here}/~nobody-here/rows.jsonl"),
         ("parquet:none.parquet", "parquet:{here}/none.parquet"),
         ("datasets:a", "datasets:{here}/a"),
         ("datasets:openai/gsm8k", "datasets:openai/gsm8k"),
@@ -59,6 +60,23 @@ def test_a_dataset_is_found_from_any_folder(folder: Path, key: str, source: str,
     values = {"task.source": located.task.source, "task.eval_source": located.task.eval_source}
     values |= {f"evaluation.sets.{name}.source": one.source for name, one in located.evaluation.sets.items()}
     assert values[key] == found.format(here=folder)
+
+
+def test_the_rows_of_an_environment_are_found_from_any_folder(folder: Path) -> None:
+    own = ("task.source=skyrl_gym:gsm8k", "task.options={rows='jsonl:rows.jsonl', env_config={}}")
+    located = user_files.with_absolute_paths(job(*own, "task.eval_source=skyrl_gym:gsm8k"))
+    assert located.task.options == {"rows": f"jsonl:{folder}/rows.jsonl", "env_config": {}}
+    assert located.task.eval_options == {}
+    table = {"source": "skyrl_gym:gsm8k", "options": {"rows": "jsonl:rows.jsonl"}}
+    mixed = loading.from_tree({"model": {"path": "m"}, "task": {"sources": {"one": table}}}, "job")
+    sources = user_files.with_absolute_paths(mixed).task.sources
+    assert sources["one"].options["rows"] == f"jsonl:{folder}/rows.jsonl"
+
+
+def test_code_that_is_not_utf_8_gives_a_one_line_error(folder: Path) -> None:
+    (folder / "a" / "mine.py").write_bytes(b"# \xe9\n")
+    with pytest.raises(ConfigError, match=r"^reward\.function = 'a/mine\.py:f': cannot be read: 'utf-8' codec"):
+        user_files.collect_code(job("reward.function=a/mine.py:f"))
 
 
 def test_further_paths_are_found_from_any_folder(folder: Path) -> None:
@@ -149,6 +167,8 @@ def test_numbers_of_prompts_that_exceed_the_data_set_are_noted(tiny_model: Path,
         (("rollout.max_new_tokens=60", "rollout.engine.kv_tokens=100"), r"kv_tokens = 100 is too small .* least 120$"),
         (("rollout.max_new_tokens=128",), r"max_new_tokens = 128 leaves no room for a prompt"),
         (("endpoint={tls_cert='c.pem', tls_key='k.pem'}",), r"^endpoint\.tls_cert = 'c\.pem': no such file$"),
+        (("endpoint={tls_cert='~/c.pem', tls_key='k'}",), r"tls_cert = '~/c\.pem': ~ is not replaced here, write the"),
+        (("reward.parts.a.function=~/r.py:f",), r"^reward\.parts\.a\.function = '~/r\.py:f': ~ is not replaced here"),
         (
             ("rollout.engine.name=emulated", "workload.kind=agentic"),
             r'workload\.kind = "agentic": without environments',

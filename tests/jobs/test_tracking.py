@@ -100,7 +100,7 @@ def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, 
         Tracking(loading.load(job, (f"tracking.tracker={tmp_path}/made.py:tracker",)), tmp_path)
     missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
     with pytest.raises(ConfigError, match="has no function Other"):
-        user_files.check(missing)
+        user_files.check_strategies(missing)
 
 
 # -- trackers by the name of their package, as they work without network -----------------------------------------
@@ -200,7 +200,7 @@ def test_a_failing_tracker_package_gives_one_warning(
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("staleflow.pipeline.config.user_files.importlib.util.find_spec", lambda named: named)
+    monkeypatch.setattr("staleflow.tasks.settings.source_kinds.importlib.util.find_spec", lambda named: named)
     monkeypatch.setattr("staleflow.pipeline.jobs.tracking.TRACKERS_BY_PACKAGE", {name: refuse})
     with caplog.at_level(logging.WARNING):
         tracking = Tracking(config, tmp_path)
@@ -217,4 +217,4 @@ def test_a_tracker_package_that_is_not_installed_gives_a_one_line_error(
     monkeypatch.setattr("importlib.util.find_spec", lambda named: None)
     config = loading.load(job, ("tracking.tracker=trackio",))
     with pytest.raises(ConfigError, match=r"the package is not installed; pip install 'staleflow\[trackio\]'"):
-        user_files.check(config)
+        user_files.check_strategies(config)

@@ -54,6 +54,15 @@ def test_a_changed_source_is_named(job: Path, sources: Path) -> None:
     assert line == "template changed since the run began: task.template was '{prompt}', is 'Q: {prompt}'"
 
 
+def test_changed_rows_of_an_environment_are_named(job: Path, sources: Path) -> None:
+    own = (*_sets(sources), "task.source=skyrl_gym:gsm8k", f"task.options={{rows='jsonl:{sources}/rows.jsonl'}}")
+    before = source_fingerprints.compute(loading.load(job, own))
+    assert "rows.jsonl" not in str(before.data)
+    (sources / "rows.jsonl").write_text('{"prompt": "c"}\n')
+    (line,) = source_fingerprints.changes(before, source_fingerprints.compute(loading.load(job, own)))
+    assert line.startswith(f"data changed since the run began: file was {before.data['file']!r}, is '")
+
+
 def test_code_in_another_folder_has_the_same_fingerprint(job: Path, sources: Path) -> None:
     write_fingerprints(job, sources)
     (sources / "code").mkdir()

@@ -29,9 +29,15 @@ class RecordingRewardWorkers:
         await asyncio.sleep(self.seconds * len(batch))
         return [(trajectory, 1.0, "") for trajectory in batch]
 
+    async def move_reward_actor(self, name: str) -> None:
+        await asyncio.sleep(20.0)
 
-def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001) -> Any:
-    """Submit responses at these intervals; returns the reward workers and the time of each score."""
+
+def score_responses(
+    body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: float = 0.001, moved: str = ""
+) -> Any:
+    """Submit responses at these intervals; returns the reward workers and the time of each score. moved: a worker that
+    is moved meanwhile."""
     config, judges, scored_at = body.config("batch.group_size=4", *overrides), RecordingRewardWorkers(seconds), {}
 
     async def work() -> None:
@@ -42,6 +48,8 @@ def score_responses(body: Body, puts: list[tuple[float, int]], *overrides: str, 
 
         scoring = ScoreQueue(config, judges, tell)  # type: ignore[arg-type]  # all of Actors that it uses here
         tasks = [asyncio.ensure_future(work) for work in scoring.coroutines()]
+        if moved:
+            tasks.append(asyncio.ensure_future(scoring.move(moved)))
         for pause_s, trajectory in puts:
             await asyncio.sleep(pause_s)
             scoring.put(TrajectoryId(trajectory), 1)
@@ -80,6 +88,15 @@ def test_responses_are_divided_among_idle_workers(body: Body) -> None:
     judges, scored_at = score_responses(body, [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3)], "reward.workers=4", seconds=2.0)
     assert len({name for _, name, _ in judges.calls}) == 4
     assert max(scored_at.values()) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_moved_takes_no_responses_meanwhile(body: Body, workers: int) -> None:
+    puts = [(1.0, 0), (0.0, 1), (0.0, 2), (0.0, 3), (1.0, 4), (0.0, 5), (0.0, 6), (0.0, 7)]
+    judges, _ = score_responses(body, puts, f"reward.workers={workers}", moved="reward-0")
+    first = [name for at, name, _ in judges.calls if at < 20.0]
+    assert set(first) == {f"reward-{i}" for i in range(1, workers)}
+    assert sum(len(batch) for at, _, batch in judges.calls if at < 20.0) == 8 * (workers - 1)
 
 
 def test_incomplete_groups_are_forgotten(body: Body) -> None:

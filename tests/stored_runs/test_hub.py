@@ -79,7 +79,7 @@ def test_a_checkpoint_is_pushed_with_its_model_card(finished_run: Path, hub: Hub
     url = push_checkpoint(finished_run, "me/policy", private=True)
     assert url == f"{hub.url}/me/policy/commit/1"
     assert "private" in json.dumps(hub.created)
-    checkpoint = find_checkpoint(finished_run)
+    _, checkpoint = find_checkpoint(finished_run)
     uploaded = dict(hub.files)
     card = ModelCard(uploaded.pop("README.md").decode())
     assert uploaded == {path.name: path.read_bytes() for path in checkpoint.iterdir()}

@@ -121,6 +121,8 @@ def test_figures_of_a_checkpoint_are_kept_until_its_run_resumes_before_it(tmp_pa
     (tmp_path / "evaluations" / "suite-copy-of.json").touch()
     name = "gsm8k exact_match (strict), 5-shot, chat, first 200"
     expected = [(10, name, 0.1), (20, name, 0.3), (20, "piqa exact_match, 5-shot", 0.25)]
+    (included,) = as_evaluations([metric], replace(settings, include="my/tasks"), 20)  # of the same name
+    assert included.name == f"{name}, with tasks"
     assert sorted((e.version, e.name, e.greedy) for e in read_suites(tmp_path)) == expected
     assert {(e.sampled_text, e.greedy_text) for e in read_suites(tmp_path)} >= {("-", "0.100 ± 0.030")}
     remove_evaluations_after(tmp_path, 10)
