@@ -13,19 +13,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.pipeline.simulator.baselines import BASELINES, Baseline
+from staleflow.pipeline.simulator.baselines import Baseline
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Entry, EntryState
-from staleflow.tasks.settings.knobs import knob
 
 
-@BASELINES.register("pipeline_depth")
 @dataclass(frozen=True, slots=True)
 class PipelineDepth(Baseline):
     """Sampling runs at most so many batches ahead of training: staleness is kept by pacing, nothing is dropped."""
 
-    depth: float = knob(1.0, "batches that may be sampled or waiting while one is trained; at most eta + 1", low=1)
+    depth: float = 1.0
+    """Batches that may be sampled or waiting while one is trained, 1 to eta + 1."""
 
     def check(self, eta: int) -> None:
         if self.depth > eta + 1:
@@ -49,9 +48,6 @@ class WindowedLedger(StalenessLedger):
     def _has_batch(self) -> bool:
         return super()._has_batch() and len(self._next_batch()) == self.groups_per_step
 
-    def _num_picked(self, step: int, num_finished: int) -> int:
-        return sum(self.deadline(entry.version) <= step for entry in self._next_batch())
-
     def _next_batch(self) -> list[Entry]:
         live = [e for e in self.live_groups.values() if e.state is not EntryState.QUEUED]
         live.sort(key=lambda e: (e.version, e.group))
@@ -66,7 +62,6 @@ class WindowedLedger(StalenessLedger):
         return picked
 
 
-@BASELINES.register("windowed_fifo")
 @dataclass(frozen=True, slots=True)
 class WindowedFifo(Baseline):
     """Groups are trained in the order they were drawn, except that a step may pass over unfinished ones within a window
@@ -76,10 +71,10 @@ class WindowedFifo(Baseline):
     A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
     """
 
-    ahead: int = knob(1, "S, batches in play beyond the first", low=0)
-    window_share: float = knob(
-        0.3, "share of the groups in play that a step may choose its batch from", above=0, high=1
-    )
+    ahead: int = 1
+    """S, batches in play beyond the first, >= 0."""
+    window_share: float = 0.3
+    """Share of the groups in play that a step may choose its batch from, in (0, 1]."""
 
     def check(self, eta: int) -> None:
         # W - 1 is less than window_share x (S + 1) x P, whatever P is.
@@ -99,13 +94,13 @@ class WindowedFifo(Baseline):
         return (self.ahead + 1 - trained) * ledger.oversampled_groups
 
 
-@BASELINES.register("over_provision")
 @dataclass(frozen=True, slots=True)
 class OverProvision(Baseline):
     """APRIL: more groups than a step needs are sampled side by side, the first to finish are trained, and the others
     go on in the next round with the tokens they have. New ones start between two steps only."""
 
-    excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
+    excess: float = 1.0
+    """Groups in play beyond those a step needs, as a share of them, >= 0."""
 
     awaits_due_groups = keeps_bound = False
 

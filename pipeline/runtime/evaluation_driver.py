@@ -103,7 +103,7 @@ class EvaluationDriver:
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
         tasks = {name or HELD_OUT: task for name, task in self._config.task.sources_by_name.items()}
         for name, evaluation_set in self._sets.items():
-            num_prompts = len({item.prompt for item in self._items if item.set_name == name})
+            num_prompts = len({item.prompt_number for item in self._items if item.set_name == name})
             key, source = f"evaluation.sets.{name}.prompts", evaluation_set.source
             if (task := tasks.get(name)) is not None:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
@@ -183,8 +183,8 @@ class EvaluationDriver:
             if not set_responses:
                 continue
             evaluation_set = self._sets[name]
-            sampled = [response.score or NO_RESPONSE for item, response in set_responses if item.sample != GREEDY]
-            greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
+            sampled = [r.score or NO_RESPONSE for item, r in set_responses if item.sample_number != GREEDY]
+            greedy = [r.score or NO_RESPONSE for item, r in set_responses if item.sample_number == GREEDY]
             results.append(
                 Evaluation.summarize(
                     version, sampled, greedy, self._fingerprints(name), self._input_changes(name), name=name,

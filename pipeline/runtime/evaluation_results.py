@@ -196,10 +196,10 @@ def explain_not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def fewer_prompts_warning(num_requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
-    """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
+    """A warning that fewer held-out prompts are evaluated than requested; empty if there are enough."""
     if available >= num_requested:
         return ""
-    return f"{key} = {num_requested}: {source} has only {available} distinct held-out prompts; each is evaluated once"
+    return f"{key} = {num_requested}: {source} gives only {available} distinct held-out prompts that are short enough"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -287,7 +287,7 @@ def group_by_prompt(responses: Sequence[ItemResponse]) -> dict[str, PromptReward
 
 def _make_prompt_rewards(responses: Sequence[ItemResponse]) -> PromptRewards:
     scored_responses = [
-        (item.sample, r, r.score.reward) for item, r in responses if r.score is not None and not r.score.error
+        (item.sample_number, r, r.score.reward) for item, r in responses if r.score is not None and not r.score.error
     ]
     answers = tuple(response.answer_digest for sample, response, _ in scored_responses if sample != GREEDY)
     return PromptRewards(

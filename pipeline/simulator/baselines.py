@@ -21,13 +21,12 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.admission import Admission, CappedAdmission, Synchronous
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
-from staleflow.tasks.settings.knobs import knob, parameter
-from staleflow.tasks.settings.registry import Registry
 
 
 class DroppingLedger(StalenessLedger):
     """A ledger whose steps begin as soon as enough groups are finished. Any number of groups can be reserved, and those
-    that are due but unfinished are aborted: the bound holds, but reserved work may be lost."""
+    that are due but unfinished are aborted: no group is trained beyond the ledger's eta, but reserved work may be
+    lost."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -49,9 +48,6 @@ class Baseline(CappedAdmission):
         """Raise ConfigError if the rule's settings contradict the bound."""
 
 
-BASELINES: Registry[Baseline] = Registry("baseline", "baseline", Baseline)
-
-
 def with_admission(config: RunConfig, rule: Admission) -> RunConfig:
     """A copy of a job with another admission rule, for simulations only. Raises ConfigError if it contradicts the
     bound."""
@@ -60,29 +56,28 @@ def with_admission(config: RunConfig, rule: Admission) -> RunConfig:
     return dataclasses.replace(config, staleness=dataclasses.replace(config.staleness, admission=rule))
 
 
-@BASELINES.register("one_step")
 @dataclass(frozen=True, slots=True)
 class OneStep(Baseline):
     """One batch ahead: while a batch is trained, only the next one is sampled."""
 
     def max_versions_behind(self, bound: int) -> int:
-        return 1
+        return min(1, bound)
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         return ledger.oversampled_groups
 
 
-@BASELINES.register("credits")
 @dataclass(frozen=True, slots=True)
 class Credits(Baseline):
-    """ROLL Flash: B + ceil(alpha B) credits at the start, and B more per step. Work that is too old for its step is
+    """ROLL Flash: B + ceil(alpha B) credits at the start, and B more per step. Work that lags more than eta versions is
     dropped.
 
-    ceil(alpha) bounds the version gap and must not exceed eta; a fractional alpha keeps fewer groups of the oldest
-    version.
+    A group that is not overtaken lags at most ceil(alpha) versions, which must not exceed eta; a fractional alpha keeps
+    fewer groups of the oldest version.
     """
 
-    alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
+    alpha: float = 1.0
+    """Batches in play beyond the first, >= 0."""
 
     awaits_due_groups = False
 
@@ -97,13 +92,12 @@ class Credits(Baseline):
         return ledger.oversampled_groups + math.ceil(self.alpha * ledger.oversampled_groups)
 
 
-@BASELINES.register("backlog")
 @dataclass(frozen=True, slots=True)
 class Backlog(Baseline):
     """AReaL: (eta + version + 1) B minus the accepted and running work. Limits how far ahead work starts, not how old
     it is when it is trained on."""
 
-    eta: int = parameter()
+    eta: int
 
     awaits_due_groups = keeps_bound = False
 
@@ -112,7 +106,8 @@ class Backlog(Baseline):
 
 
 def other_systems(eta: int) -> dict[str, Admission]:
-    """The rules of other systems at the same bound with which `simulate --baselines` compares a job, by label."""
+    """The rules with which `simulate --baselines` compares a job at the same bound, by label: this project's
+    synchronous one, and those of other systems."""
     return {
         "synchronous": Synchronous(),
         "one step ahead": OneStep(),

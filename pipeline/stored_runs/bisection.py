@@ -33,7 +33,7 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.stored_runs import reward_rescoring, unlearning, verification
 from staleflow.pipeline.stored_runs.cause_search import MAX_TRAININGS, P_LIMIT, Rewards, SearchResult, search
-from staleflow.pipeline.stored_runs.pool import Report, open_store_at
+from staleflow.pipeline.stored_runs.pool import EventCallback, open_store_at
 from staleflow.pipeline.stored_runs.repeated_steps import JobPart, open_policy, read_batch_rows, train_step
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
@@ -189,7 +189,7 @@ def best_version_before(run_dir: Path, at: int) -> int:
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def bisect(plan: BisectionPlan, report: Report) -> Bisection:
+def bisect(plan: BisectionPlan, report: EventCallback) -> Bisection:
     """Carry out a plan in this process; with a rank group, this process must be a Dask task."""
     started_s = time.monotonic()
     store = open_store_at(plan.offline.store_path, plan.offline.snapshot)

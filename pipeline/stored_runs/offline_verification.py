@@ -13,7 +13,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs import repeated_steps
-from staleflow.pipeline.stored_runs.pool import Report, run_training
+from staleflow.pipeline.stored_runs.pool import EventCallback, run_training
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import make_chain_origin
 from staleflow.pipeline.stored_runs.verification import (
@@ -43,7 +43,7 @@ def verify_offline(
     steps: int = SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
-    report: Report = lambda _: None,
+    report: EventCallback = lambda _: None,
 ) -> Verification:
     """Verify an offline training: its chain, that of the run whose batches it used, and its final weights.
 

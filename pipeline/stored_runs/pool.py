@@ -1,7 +1,8 @@
 """Dask workers for tasks over blocks of a store, in parallel and out of core.
 
-Each task reads a block and returns a small result, so memory is bounded by one block per worker, however large the
-store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs have are not used.
+Each task reads a block and returns a small result, so memory is bounded by one block per thread of a worker, however
+large the store is. If a worker dies, another computes its blocks again. Workers that jobs have when the work begins are
+not used.
 
 A worker may run tasks in several threads. Objects that are slow to create are created once per process and are
 thread-safe, are created per thread, or are used under a lock.
@@ -13,9 +14,10 @@ import contextlib
 import functools
 import itertools
 import pickle
+import queue
 import secrets
 import threading
-import warnings
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +32,24 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-Report = Callable[[Mapping[str, Any]], None]
+EventCallback = Callable[[Mapping[str, Any]], None]
 """Called with events of a training, as `Run.train_offline` describes them."""
-BLOCK_ROWS = 2048
+MAX_BLOCK_ROWS = 2048
 """Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
-MIN_ROWS = 128
+MIN_BLOCK_ROWS = 128
 """Minimum trajectories per task: with fewer, a task's overhead matters."""
-MIN_BLOCKS_PER_WORKER = 8
-"""Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
-CALLS_PER_WORKER = 3
-"""Tasks in flight per worker: enough that none is idle."""
-LOCAL = "staleflow-local"
-"""Resource of the workers of a local pool, whose cluster has no registry of jobs."""
+MIN_BLOCKS_PER_THREAD = 8
+"""Minimum blocks per thread, if there are enough rows: workers then finish at about the same time."""
+CALLS_PER_THREAD = 3
+"""Tasks in flight per thread: enough that none is idle."""
+CHECK_S = 2.0
+"""Seconds without a result after which the workers are checked."""
+MAX_LOSSES = 3
+"""Number of times that all workers may be lost, as Dask lets a task kill three."""
+WORKER_RESTART_S = 30.0
+"""Seconds that a worker may take to restart after its process has ended."""
+POLL_S = 0.5
+"""Seconds between two checks for free workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class Pool:
     """Dask workers for offline tasks."""
 
     client: Any
-    """A synchronous Dask client."""
+    """A synchronous Dask client, on whose scheduler the job registry is registered."""
 
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
@@ -58,46 +66,68 @@ class Pool:
         limited.
 
         Args:
-            function: Called on the workers.
-            calls: Its arguments. An exception of one call is raised here, and the other calls are dropped.
+            function: Called on the workers; may be called again for a call whose worker was lost.
+            calls: Its arguments. An exception of one call is raised here. Then no further calls begin; those that run
+                are not interrupted.
             model: Whether the calls need a worker suited to models.
 
         Raises:
             ConfigError: Jobs have all workers.
             ActorLost: Tasks kill the workers, or the scheduler is gone.
         """
-        from distributed import KilledWorker, as_completed
+        from distributed import KilledWorker
         from distributed.client import FutureCancelledError
 
         calls = iter(calls)
-        addresses = self.free_workers(model=model)
+        workers = self.free_workers(model=model)
+        call_by_future: dict[Any, tuple[Any, ...]] = {}
+        finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        num_losses = 0
 
-        def submit(call: tuple[Any, ...]) -> Any:
-            return self.client.submit(function, *call, pure=False, workers=addresses, allow_other_workers=True)
+        def submit(call: tuple[Any, ...]) -> None:
+            # Not with allow_other_workers: idle workers of jobs would steal tasks.
+            future = self.client.submit(function, *call, pure=False, workers=list(workers))
+            call_by_future[future] = call
+            future.add_done_callback(finished.put)
 
-        max_in_flight = len(addresses) * CALLS_PER_WORKER
-        # zip with a range would take one more call and drop it.
-        futures = as_completed([submit(call) for call in itertools.islice(calls, max_in_flight)])
-        for future in futures:
+        for call in itertools.islice(calls, sum(workers.values()) * CALLS_PER_THREAD):
+            submit(call)
+        while call_by_future:
+            try:
+                future = finished.get(timeout=CHECK_S)
+            except queue.Empty:
+                if workers.keys().isdisjoint(self._workers()):  # Dask would wait for these addresses
+                    num_losses += 1
+                    if num_losses > MAX_LOSSES:
+                        raise ActorLost(f"all workers died {num_losses} times, perhaps for lack of memory") from None
+                    workers = self.wait_for_workers(1, model=model)
+                    lost_calls = list(call_by_future.values())
+                    call_by_future.clear()
+                    for call in lost_calls:
+                        submit(call)
+                continue
+            if call_by_future.pop(future, None) is None:
+                continue  # submitted again
             try:
                 result = future.result()
             except KilledWorker as error:
                 raise ActorLost(f"a task killed several workers, perhaps for lack of memory: {error}") from error
             except FutureCancelledError as error:
-                raise ActorLost("the scheduler is gone; nothing was stored; run the command again") from error
+                raise ActorLost("the scheduler is gone; run the command again") from error
             future.release()
-            for next_call in calls:
-                futures.add(submit(next_call))
-                break
+            for call in itertools.islice(calls, 1):
+                submit(call)
             yield result
 
-    def blocks(self, count: int, max_rows: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
-        """Split `count` rows into (start, stop) blocks, sized to keep all workers busy."""
-        rows = min(max_rows, max(MIN_ROWS, count // (len(self.free_workers()) * MIN_BLOCKS_PER_WORKER)))
+    def blocks(self, count: int, max_rows: int = MAX_BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+        """Split `count` rows into (start, stop) blocks of equal size, for the last perhaps less: small enough to keep
+        all free workers busy, MIN_BLOCK_ROWS to `max_rows` rows (at most `max_rows` if that is less)."""
+        num_blocks = sum(self.free_workers().values()) * MIN_BLOCKS_PER_THREAD
+        rows = min(max_rows, max(MIN_BLOCK_ROWS, count // num_blocks))
         return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
-    def free_workers(self, *, model: bool = False) -> list[str]:
-        """Addresses of the workers without a job.
+    def free_workers(self, *, model: bool = False) -> dict[str, int]:
+        """The workers without a job: their numbers of threads by address.
 
         Args:
             model: Only workers whose resources mark them as made for models, if there are any.
@@ -105,9 +135,7 @@ class Pool:
         Raises:
             ConfigError: No worker is free.
         """
-        workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        if any(LOCAL in worker["resources"] for worker in workers.values()):
-            return list(workers)
+        workers = self._workers()
         unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
         addresses = [address for address in workers if address not in unavailable]
         exclusive_workers = [
@@ -119,39 +147,76 @@ class Pool:
                 f"cluster: none of its {len(workers)} workers is free, jobs have {len(unavailable)}; start one, or "
                 "wait for a job to end (`staleflow jobs`)"
             )
-        return addresses
+        return {address: workers[address]["nthreads"] for address in addresses}
+
+    def wait_for_workers(self, count: int, *, model: bool = False) -> dict[str, int]:
+        """The free workers, as `free_workers` returns them. If there are fewer than `count`, waits up to
+        WORKER_RESTART_S for workers that are restarting; may then return fewer. Raises ConfigError if none is free."""
+        deadline = time.monotonic() + WORKER_RESTART_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ConfigError):
+                if len(workers := self.free_workers(model=model)) >= count:
+                    return workers
+            time.sleep(POLL_S)
+        return self.free_workers(model=model)
+
+    def _workers(self) -> dict[str, Any]:
+        """What the scheduler knows of each of its workers, by address."""
+        workers: dict[str, Any] = self.client.scheduler_info(n_workers=-1)["workers"]
+        return workers
 
 
-def run_training(function: Callable[..., Any], plan: Any, ranks: int, client: Any, report: Report) -> Any:
+def run_training(function: Callable[..., Any], plan: Any, ranks: int, client: Any, report: EventCallback) -> Any:
     """Call function(plan, report) on a worker that can run models, and return its result.
 
     Args:
-        function: Called with the plan, and with a function whose calls reach `report`.
+        function: Called with the plan, and with a function that passes events to `report`.
         plan: What to do.
-        ranks: Number of workers that it takes: the others are ranks of the trainer.
+        ranks: Number of workers that must be free: this one, and those on which `function` starts the trainer's other
+            ranks.
         client: As in `open_pool`.
-        report: Called in this process.
+        report: Called in this process, in the client's IO thread, which does nothing else meanwhile. Its first
+            exception is raised here when the function has ended; it gets no events after it.
 
     Raises:
         ConfigError: Fewer workers are free, or as `open_pool`.
         ActorLost: As `Pool.run`.
     """
     topic = f"staleflow-report-{secrets.token_hex(4)}"
+    errors: list[Exception] = []
+
+    def handle_event(event: tuple[float, Mapping[str, Any]]) -> None:
+        if not errors:
+            try:
+                report(event[1])
+            except Exception as error:  # noqa: BLE001  Dask would only log it
+                errors.append(error)
+
     with open_pool(client, ranks, model=True) as pool:
         if (num_free := len(pool.free_workers(model=True))) < ranks:
             raise ConfigError(
                 f"training.ranks = {ranks}: {num_free} workers are free; start more, or set training.ranks={num_free}"
             )
-        pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+        pool.client.subscribe_topic(topic, handle_event)
         try:
             (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic)], model=True)
         finally:
             pool.client.unsubscribe_topic(topic)
+    if errors:
+        raise errors[0]
     return pickle.loads(result)
 
 
 def _call_with_reports(call: bytes, topic: str) -> bytes:
-    """The task. Values are passed as bytes, which the scheduler need not unpickle."""
+    """Call a function on a worker, whose events it sends to the client.
+
+    Args:
+        call: (function, plan), pickled, so that the scheduler need not load them.
+        topic: The Dask topic of the events.
+
+    Returns:
+        The function's result, pickled.
+    """
     from distributed import get_worker
 
     worker, (function, plan) = get_worker(), pickle.loads(call)
@@ -168,36 +233,41 @@ def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]
         model: Whether the tasks load a model.
 
     Raises:
-        ConfigError: The client is asynchronous, or jobs have all workers of its cluster.
+        ConfigError: The client is asynchronous, jobs have all workers of its cluster, or no local process is wanted.
     """
-    if client is not None:
-        if client.asynchronous:
+    with contextlib.ExitStack() as stack:
+        if client is None:
+            if count < 1:
+                raise ConfigError(f"workers = {count}: at least 1 process is needed")
+            client = stack.enter_context(_local_client(count, model=model))
+        elif client.asynchronous:
             raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
         client.sync(ensure, client)
         pool = Pool(client)
         pool.free_workers()
         yield pool
-        return
+
+
+@contextlib.contextmanager
+def _local_client(count: int, *, model: bool) -> Iterator[Any]:
+    """A client of `count` local worker processes of one thread each. model: whether they import what models need."""
     import dask
     from distributed import Client, LocalCluster
 
     from staleflow.pipeline.processes import local_cluster
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
-        with (
-            dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODEL_MODULES if model else ())),
-            LocalCluster(
-                n_workers=count,
-                threads_per_worker=1,
-                memory_limit=0,
-                resources={LOCAL: 1},
-                dashboard_address="127.0.0.1:0",
-                silence_logs=local_cluster.log_level(),
-            ) as cluster,
-            Client(cluster) as local_client,
-        ):
-            yield Pool(local_client)
+    with (
+        dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODEL_MODULES if model else ())),
+        LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            memory_limit=0,
+            dashboard_address="127.0.0.1:0",
+            silence_logs=local_cluster.log_level(),
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
 
 
 def require_all_rows(num_done: int, count: int) -> None:

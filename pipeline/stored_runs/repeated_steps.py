@@ -15,7 +15,6 @@ import dataclasses
 import filecmp
 import functools
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate
-from staleflow.pipeline.stored_runs.pool import Pool, Report, open_store_at
+from staleflow.pipeline.stored_runs.pool import EventCallback, Pool, open_store_at
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError, StoreError
 from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -191,7 +190,7 @@ class _DifferenceFound(Exception):
     """Ends the repetition of a range; its argument is the Difference."""
 
 
-def repeat(plan: RepetitionPlan, report: Report) -> RepetitionResult:
+def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
     """Repeat steps in this process; with a rank group, this process must be a Dask task."""
     from staleflow.tasks.training.numerics import numerics
 
@@ -212,7 +211,7 @@ def repeat(plan: RepetitionPlan, report: Report) -> RepetitionResult:
 class _Repeater:
     """Repeats ranges of steps one after another."""
 
-    def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: Report) -> None:
+    def __init__(self, plan: RepetitionPlan, store: VersionedStore, report: EventCallback) -> None:
         self._plan, self._store, self._report = plan, store, report
         self._steps = list(offline_steps(store, plan.where, plan.epochs, plan.ranges[0].parts[0].config.steps))
         self._num_steps = sum(part.stop - part.start for steps_range in plan.ranges for part in steps_range.parts)
@@ -393,10 +392,6 @@ def _read_json_values(file: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in PATH_KEYS} if isinstance(values, dict) else {}
 
 
-WORKER_RESTART_S = 30.0
-"""Seconds that a worker may take to restart after its process has ended."""
-POLL_S = 0.5
-"""Seconds between two checks for free workers."""
 CLOSE_S = 10.0
 """Seconds that another rank may take to leave the group. One that hangs in a step leaves after `collective_s`."""
 
@@ -445,15 +440,11 @@ def _close(peers: list[Any]) -> None:
 
 
 def _follower_addresses(pool: Pool, own_address: str, ranks: int) -> list[str]:
-    """Addresses of the workers for the other ranks. Waits up to WORKER_RESTART_S for workers that are restarting."""
-    deadline = time.monotonic() + WORKER_RESTART_S
-    while (
-        len(addresses := [address for address in pool.free_workers(model=True) if address != own_address]) < ranks - 1
-    ):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
-                f"{len(addresses) + 1}, which gives weights that are equal up to rounding"
-            )
-        time.sleep(POLL_S)
+    """Addresses of the workers for the other ranks. Waits for workers that are restarting."""
+    addresses = [address for address in pool.wait_for_workers(ranks, model=True) if address != own_address]
+    if len(addresses) < ranks - 1:
+        raise ConfigError(
+            f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
+            f"{len(addresses) + 1}, which gives weights that are equal up to rounding"
+        )
     return addresses[: ranks - 1]

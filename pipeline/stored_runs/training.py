@@ -33,7 +33,7 @@ from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts_warning
 from staleflow.pipeline.stored_runs import repeated_steps
-from staleflow.pipeline.stored_runs.pool import Report, creation_lock, open_store_at, run_training
+from staleflow.pipeline.stored_runs.pool import EventCallback, creation_lock, open_store_at, run_training
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text, require_writable_folder
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -112,7 +112,7 @@ class OfflineTrainingResult:
     """Of trajectories that cannot be read, by id; they are left out."""
 
 
-def execute_plan(plan: OfflinePlan, client: Any, report: Report) -> OfflineTrainingResult:
+def execute_plan(plan: OfflinePlan, client: Any, report: EventCallback) -> OfflineTrainingResult:
     """Execute a plan on as many workers as the job has ranks. Raises ConfigError if fewer are free. client: as in
     `open_pool`."""
     result: OfflineTrainingResult = run_training(train, plan, plan.config.training.ranks, client, report)
@@ -170,7 +170,7 @@ def _check_stored_reference(config: RunConfig, run_job: RunConfig) -> None:
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
-def train(plan: OfflinePlan, report: Report) -> OfflineTrainingResult:
+def train(plan: OfflinePlan, report: EventCallback) -> OfflineTrainingResult:
     """Execute a plan in this process; with a rank group, this process must be a Dask task."""
     out = Path(plan.out)
     tmp_path = out.with_name(f".{out.name}.tmp_path")
@@ -196,7 +196,7 @@ def _refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out} already exists; choose another folder, or remove it")
 
 
-def _train_and_evaluate(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report) -> OfflineTrainingResult:
+def _train_and_evaluate(plan: OfflinePlan, out: Path, tmp_path: Path, report: EventCallback) -> OfflineTrainingResult:
     _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context_length
@@ -355,7 +355,7 @@ class _Training:
         return next((i for i, is_equal in enumerate(self._are_equal) if not is_equal), len(self._are_equal))
 
 
-def _evaluate(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+def _evaluate(plan: OfflinePlan, model: str, version: int, context: int, report: EventCallback) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
     scores = held_out_scores(plan, model, version, context, report)
     if scores is None:
@@ -369,7 +369,7 @@ def held_out_scores(
     model: str,
     version: int,
     context: int,
-    report: Report,
+    report: EventCallback,
     *,
     greedy_passes: Sequence[bool] = (False, True),
 ) -> list[list[ScoredResponse]] | None:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import start_inputs
 from staleflow.pipeline.stored_runs import training
-from staleflow.pipeline.stored_runs.pool import Report
+from staleflow.pipeline.stored_runs.pool import EventCallback
 from staleflow.pipeline.stored_runs.reward_rescoring import estimate_advantages
 from staleflow.pipeline.stored_runs.training import OfflinePlan, OfflineTrainingResult
 from staleflow.stores.errors import ConfigError
@@ -69,7 +69,7 @@ class UnlearningResult(Unlearning):
     """The training of all steps that remain; those before `start` are the run's."""
 
 
-def unlearn(plan: OfflinePlan, unlearning: Unlearning, client: Any, report: Report) -> UnlearningResult:
+def unlearn(plan: OfflinePlan, unlearning: Unlearning, client: Any, report: EventCallback) -> UnlearningResult:
     """Carry out a plan on a worker. Raises ConfigError, StoreError. client: as in `open_pool`."""
     training_result = training.execute_plan(plan, client, report)
     facts = {field.name: getattr(unlearning, field.name) for field in dataclasses.fields(unlearning)}

@@ -25,7 +25,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.pool import Report, run_training
+from staleflow.pipeline.stored_runs.pool import EventCallback, run_training
 from staleflow.pipeline.stored_runs.repeated_steps import (
     JobPart,
     RepeatedRange,
@@ -110,7 +110,7 @@ def verify_run(
     steps: int = SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
-    report: Report = lambda _: None,
+    report: EventCallback = lambda _: None,
 ) -> Verification:
     """Verify a run.
 

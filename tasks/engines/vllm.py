@@ -93,7 +93,7 @@ class VllmEngine(EngineThread):
         self._engine = make_engine(self._settings)
         self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
         self._drafter = self._speculation.drafter
-        self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
+        self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens)
         if self._settings.num_served_versions:
             from staleflow.tasks.engines.vllm_adapters import VllmAdapters
 
@@ -188,6 +188,7 @@ class VllmEngine(EngineThread):
                 future.cancel()
             self._probes.clear()
         self._scheduler.reset()
+        self._speculation.reset()
         if self._adapters is not None:
             self._adapters.clear()
         self._scheduler_statistics = self._scheduler.statistics()

@@ -7,7 +7,7 @@ its evaluation and item, so a restarted server can find the item again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,26 +26,26 @@ class EvaluationItem:
     """One response to sample for an evaluation: its set, prompt and sampling."""
 
     eval_set: EvaluationSet
-    prompt: int
+    prompt_number: int
     """Number of the prompt in its set."""
-    sample: int
-    """Number of the response to it."""
+    sample_number: int
+    """Number of the response to it, or GREEDY."""
     tokens: tuple[int, ...]
     record: Record
     digest: str
-    """Hash of the prompt's text or messages; does not depend on the tokenizer."""
+    """Hash of the prompt's text or messages and of its seed; does not depend on the tokenizer."""
 
     @property
     def greedy(self) -> bool:
-        return self.sample == GREEDY
+        return self.sample_number == GREEDY
 
 
 class ItemSummary(NamedTuple):
     """The numbers of an item, and the name of its set; small enough to send between processes."""
 
     set_name: str
-    prompt: int
-    sample: int
+    prompt_number: int
+    sample_number: int
     prompt_tokens: int
     digest: str = ""
 
@@ -65,32 +65,29 @@ class EvaluationItems:
 
     def summaries(self) -> list[ItemSummary]:
         """A summary of each item."""
-        return [ItemSummary(i.eval_set.name, i.prompt, i.sample, len(i.tokens), i.digest) for i in self.all()]
+        return [
+            ItemSummary(i.eval_set.name, i.prompt_number, i.sample_number, len(i.tokens), i.digest) for i in self.all()
+        ]
 
     def item(self, group: GroupId) -> EvaluationItem:
         """The item that belongs to a group of an evaluation."""
         items = self.all()
         return items[(-1 - group) % len(items)]
 
-    def _items_of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
-        sample_numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
-        return [
-            EvaluationItem(
-                eval_set=eval_set,
-                prompt=prompt_number,
-                sample=sample,
-                tokens=self._prompts.encode(task, eval_set.config.max_new_tokens),
-                record=record,
-                digest=short_digest(repr(task.identity)),
-            )
-            for prompt_number, task in enumerate(self._tasks(eval_set))
-            for record in (
-                task.record if eval_set.uses_run_reward else EvaluationRecord.with_label(eval_set.name, task.record),
-            )
-            for sample in sample_numbers
-        ]
+    def _items_of(self, eval_set: EvaluationSet) -> Iterator[EvaluationItem]:
+        """The items of a set, prompt by prompt. Raises ConfigError."""
+        config, name = eval_set.config, eval_set.name
+        for number, task in enumerate(self._tasks(eval_set)):
+            record = task.record if eval_set.uses_run_reward else EvaluationRecord.with_label(name, task.record)
+            tokens, digest = self._prompts.encode(task, config.max_new_tokens), short_digest(repr(task.identity))
+            for sample in (*range(config.samples), *([GREEDY] if config.greedy else [])):
+                yield EvaluationItem(
+                    eval_set=eval_set, prompt_number=number, sample_number=sample, tokens=tokens, record=record,
+                    digest=digest,
+                )  # fmt: skip
 
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
+        """The prompts of a set: distinct, and without those that are too long if the run leaves these out."""
         if not eval_set.config.source:
             return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source_number)
         return [t for t in distinct_held_out(eval_set.build(), eval_set.config.prompts) if self._prompts.fits(t)]

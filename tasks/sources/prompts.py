@@ -270,7 +270,8 @@ class TokenizedPrompts:
         return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
-        """The first `count` held-out prompts without duplicates; may be fewer."""
+        """The first `count` distinct held-out prompts, less those that are too long for a run that leaves these out.
+        Others do not take their place, since they may be trained on."""
         return [task for task in distinct_held_out(self._source, count, self._concurrency) if self.fits(task)]
 
     @property
@@ -329,7 +330,7 @@ class MixedPrompts:
         return [self._label(task, source) for task in self.prompts_by_source[source].tasks(indices)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
-        """The first `count` held-out prompts of a source without duplicates; may be fewer."""
+        """The first `count` distinct held-out prompts of a source; see TokenizedPrompts.held_out."""
         return [self._label(task, source) for task in self.prompts_by_source[source].held_out(count)]
 
     def _label(self, task: Task, source: int) -> Task:

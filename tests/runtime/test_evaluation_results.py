@@ -122,7 +122,7 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
     )
     assert "\n" not in result.line
     assert fewer_prompts_warning(200, 5, "jsonl:x") == (
-        "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
+        "task.eval_prompts = 200: jsonl:x gives only 5 distinct held-out prompts that are short enough"
     )
     assert fewer_prompts_warning(5, 5, "jsonl:x") == ""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import os
 import re
 import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,78 @@ def test_every_call_is_made_once_for_any_number_of_calls(pool: Pool) -> None:
         assert sorted(pool.run(abs, [(i,) for i in range(count)])) == list(range(count))
 
 
+def address_after(seconds: float) -> str:
+    from distributed import get_worker
+
+    time.sleep(seconds)
+    address: str = get_worker().address
+    return address
+
+
+def test_calls_run_on_free_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on idle workers of jobs either, which Dask lets steal tasks."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(2, processes=False, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+        open_pool(client, 0) as pool,
+    ):
+        address = next(iter(pool.free_workers()))
+        monkeypatch.setattr(Pool, "free_workers", lambda self, model=False: {address: 1})
+        assert set(pool.run(address_after, [(0.1,)] * 15)) == {address}
+
+
+def die_once(path: str) -> str:
+    if not Path(path).exists():
+        Path(path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "done"
+
+
+def test_calls_of_lost_workers_run_again_on_their_replacements(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "CHECK_S", 0.1)
+    monkeypatch.setattr(pools, "WORKER_RESTART_S", 300.0)
+    (lost_worker,) = pool.free_workers()
+    assert list(pool.run(die_once, [(str(tmp_path / "dead"),)])) == ["done"]
+    assert lost_worker not in pool.free_workers()
+
+
+def test_workers_that_die_again_and_again_end_the_work(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "CHECK_S", 0.1)
+    monkeypatch.setattr(pools, "MAX_LOSSES", 0)
+    monkeypatch.setattr(pools, "WORKER_RESTART_S", 300.0)
+    with pytest.raises(ActorLost, match="all workers died 1 times"):
+        list(pool.run(os._exit, [(1,)]))
+    assert pool.wait_for_workers(1)
+
+
+def test_blocks_keep_all_threads_of_workers_busy(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "free_workers", lambda self, model=False: {"one": 1, "other": 4})
+    monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 1)
+    assert len(list(pool.blocks(4000))) == 5 * pools.MIN_BLOCKS_PER_THREAD
+
+
+def test_an_error_of_a_report_reaches_the_caller(pool: Pool) -> None:
+    events = []
+
+    def report(event: Mapping[str, Any]) -> None:
+        events.append(event)
+        raise ValueError("the report failed")
+
+    log_event = operator.methodcaller("__call__", {"say": "line"})
+    with pytest.raises(ValueError, match="the report failed"):
+        pools.run_training(operator.call, log_event, 1, pool.client, report)
+    assert [event["say"] for event in events] == ["line"]
+
+
+def test_a_local_pool_has_at_least_one_process() -> None:
+    with pytest.raises(ConfigError, match="workers = 0: at least 1 process is needed"), open_pool(None, 0):
+        pass
+
+
 def test_a_row_without_a_result_stores_nothing(
     stored: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +156,7 @@ def test_a_row_without_a_result_stores_nothing(
         return run(self, function, list(calls)[1:], model=model)
 
     monkeypatch.setattr(Pool, "run", forgetful)
-    monkeypatch.setattr(pools, "MIN_ROWS", 8)
+    monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
     with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
         reward_rescoring.rescore(stored, "task", "forgotten", client=pool.client)
     assert "forgotten" not in VersionedStore.open(stored / "store").branches()

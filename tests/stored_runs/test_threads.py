@@ -348,8 +348,7 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
         expected[row.trajectory.id] = (0.0, error) if bad else (float(number % 100_000), "")
     assert len(set(expected.values())) > ROWS * 0.9
 
-    monkeypatch.setattr(pools, "MIN_ROWS", 8)
-    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
+    monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
     for branch in ("once", "twice"):
         reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, client=threaded_client)
         rows = VersionedStore.open(large_run / "store", branch=branch).ended()
@@ -364,8 +363,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
     large_run: Path, tiny_model: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
-    monkeypatch.setattr(pools, "MIN_ROWS", 8)
-    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
+    monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
     logprob_recompute.recompute(large_run, str(tiny_model), client=threaded_client, branch="read")
     config = loading.load(large_run / "config.toml")
     store = VersionedStore.open(large_run / "store", branch="read")
@@ -391,7 +389,6 @@ def test_an_export_by_several_threads_equals_that_of_one(
     large_run: Path, tmp_path: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "PART_ROWS", 16)
-    monkeypatch.setattr(pools, "CALLS_PER_WORKER", 12)
     exporting.export(large_run, "jsonl", tmp_path / "threads.jsonl", client=threaded_client)
     store = VersionedStore.open(large_run / "store")
     part = tmp_path / "one.jsonl"

@@ -228,7 +228,7 @@ WIDE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", WIDE, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", WIDE, ids=lambda rule: type(rule).__name__)
 def test_no_rule_starts_more_groups_than_can_be_reserved(rule: Admission) -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=4, group_size=1)
     assert rule.num_reservable(ledger) == 4
@@ -273,6 +273,7 @@ def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
 )
 def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> None:
     assert rule.max_versions_behind(7) == behind
+    assert rule.max_versions_behind(0) == 0
 
 
 # -- stragglers ------------------------------------------------------------------------------------------------------

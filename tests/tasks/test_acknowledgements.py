@@ -185,7 +185,10 @@ READS: dict[str, tuple[Step, Callable[[Any], bool]]] = {
     "outage": (lambda scene: scene.server.outage(), lambda why: why == ""),
     "recoverable": (lambda scene: scene.server.recoverable(), lambda work: [g.group for g in work.groups] == [0, 1]),
     "held_out": (lambda scene: scene.server.held_out(1), lambda prompts: len(prompts) == 1),
-    "evaluation_items": (lambda scene: scene.server.evaluation_items(), lambda items: {i.prompt for i in items} == {0}),
+    "evaluation_items": (
+        lambda scene: scene.server.evaluation_items(),
+        lambda items: {i.prompt_number for i in items} == {0},
+    ),
     "evaluated_responses": (
         lambda scene: scene.server.evaluated_responses([GroupId(0), GroupId(7)]),
         lambda responses: [response.num_tokens for response in responses] == [9, 0],

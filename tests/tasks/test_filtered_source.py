@@ -12,9 +12,9 @@ import tokenizers
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
-from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.settings.task_config import EvaluationSetConfig, TaskConfig
-from staleflow.tasks.sources.evaluation_items import EvaluationItems
+from staleflow.tasks.sources.evaluation_items import GREEDY, EvaluationItems
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
@@ -72,6 +72,21 @@ def test_prompts_of_an_evaluation_set_must_fit_its_own_limit_or_are_left_out(
     with pytest.raises(ConfigError, match=r"1 to 64, .* less max_new_tokens = 64: .*; task.skip_long = true skips"):
         num_items(64)
     assert num_items(64, max_prompt_tokens=64) == 1
+
+
+def test_a_prompt_of_an_evaluation_is_encoded_once(settings: PromptSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Task] = []
+    encode = TokenizedPrompts.encode
+
+    def count_and_encode(self: TokenizedPrompts, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
+        encoded.append(task)
+        return encode(self, task, max_new_tokens)
+
+    monkeypatch.setattr(TokenizedPrompts, "encode", count_and_encode)
+    config = EvaluationSetConfig(prompts=2, samples=3, max_new_tokens=1)
+    items = EvaluationItems(TokenizedPrompts(settings), [EvaluationSet(name="set", config=config)]).all()
+    assert [(i.prompt_number, i.sample_number) for i in items] == [(p, s) for p in (0, 1) for s in (0, 1, 2, GREEDY)]
+    assert len(encoded) == 2
 
 
 @pytest.mark.parametrize("count", [5, 10_007, 10_009])
