@@ -34,7 +34,7 @@ class PipelineDepth(Baseline):
             )
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return math.ceil(self.depth * ledger.oversampled_groups)
+        return math.ceil(self.depth * ledger.groups_started_per_step)
 
 
 class WindowedLedger(StalenessLedger):
@@ -91,7 +91,7 @@ class WindowedFifo(Baseline):
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
-        return (self.ahead + 1 - trained) * ledger.oversampled_groups
+        return (self.ahead + 1 - trained) * ledger.groups_started_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,4 +107,4 @@ class OverProvision(Baseline):
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:
             return 0
-        return math.ceil((1 + self.excess) * ledger.oversampled_groups)
+        return math.ceil((1 + self.excess) * ledger.groups_started_per_step)

@@ -156,7 +156,7 @@ class SharedRun:
 
     def __init__(self, overrides: Sequence[str], count: int, *, loses_coordinator: bool = False) -> None:
         self.config = config = loading.load(JOB, overrides)
-        self._group_size = config.oversampled_group_size
+        self._group_size = config.members_started_per_group
         whole = actor_settings.make_workload(config)
         sizes = (config.rollout.instances // count, config.batch.groups_per_step // count)
         part = loading.load(JOB, [*overrides, f"rollout.instances={sizes[0]}", f"batch.groups_per_step={sizes[1]}"])

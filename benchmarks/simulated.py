@@ -183,7 +183,11 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
 
 def least_work_s(config: RunConfig) -> float:
     """Seconds that decoding and prefilling an average batch takes all (rollout) instances at their best rate."""
-    cost, workload, members = config.rollout.cost, actor_settings.make_workload(config), config.oversampled_group_size
+    cost, workload, members = (
+        config.rollout.cost,
+        actor_settings.make_workload(config),
+        config.members_started_per_group,
+    )
     tokens = context = prefilled = count = 0.0
     for group in range(256):
         for member in range(members):

@@ -49,7 +49,7 @@ from tests.stores.store_conformance import ended, record
 from tests.support import forking, planted
 from tests.support.planted import DEFECTS
 
-HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, oversampled_group_size=2)
+HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_started_per_group=2)
 GIVEN_UP: dict[str, Any] = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
 
 

@@ -209,11 +209,12 @@ def _members(store: VersionedStore) -> Iterator[str]:
         of_group[int(row.trajectory.group)].append(row.fate)
     trained = {group: fates for group, fates in of_group.items() if Fate.CONSUMED in fates}
     short = [group for group, fates in trained.items() if fates.count(Fate.CONSUMED) != header.group_size]
-    absent = [group for group, fates in trained.items() if len(fates) != header.oversampled_group_size]
+    absent = [group for group, fates in trained.items() if len(fates) != header.members_started_per_group]
     if short:
         yield f"{len(short)} groups were trained on with other than {header.group_size} members, {_first(short)}"
     if absent:
-        yield f"{len(absent)} groups have other than {header.oversampled_group_size} stored members, {_first(absent)}"
+        members = header.members_started_per_group
+        yield f"{len(absent)} groups have other than {members} stored members, {_first(absent)}"
 
 
 def _not_loaded(pulls: set[tuple[str, int]]) -> Iterator[str]:

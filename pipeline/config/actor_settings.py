@@ -45,7 +45,7 @@ def run_header(config: RunConfig) -> RunHeader:
         eta=config.staleness.eta,
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
-        oversampled_group_size=config.oversampled_group_size,
+        members_started_per_group=config.members_started_per_group,
         num_held_out=config.num_held_out_prompts,
         url=config.store_url,
         job=knob_tree.to_toml(config) if config.store else "",
@@ -268,7 +268,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         ),
         reward=config.reward.setting,
         group_size=config.batch.group_size,
-        oversampled_group_size=config.oversampled_group_size,
+        members_started_per_group=config.members_started_per_group,
         advantage=config.training.advantage,
         overlong=overlong_penalty(config),
         max_error_share=config.reward.max_error_share,
@@ -400,7 +400,7 @@ def engine_settings(
         "shares_device": config.shares_gpus,
         "cost": instance_cost(config, index),
         "drafting": draft_settings(config),
-        "members_per_group": config.oversampled_group_size,
+        "members_per_group": config.members_started_per_group,
         "pull_s": config.simulation.pull_s,
         "switch_s": config.simulation.switch_s,
     }
@@ -416,7 +416,7 @@ def make_workload(config: RunConfig) -> Workload:
         return _recorded_workload(Path(config.workload.run))
     return RandomWorkload(
         config.workload,
-        members=config.oversampled_group_size,
+        members=config.members_started_per_group,
         max_tokens=config.rollout.max_new_tokens,
         seed=config.seed,
     )

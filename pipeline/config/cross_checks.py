@@ -124,7 +124,7 @@ def _check_sizes(config: RunConfig) -> Iterator[str]:
             f"training.overlong_tokens = {config.training.overlong_tokens} is more than "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
-    num_started = config.oversampled_groups * config.oversampled_group_size
+    num_started = config.groups_started_per_step * config.members_started_per_group
     if num_started > MAX_TRAJECTORIES:
         yield (
             f"batch.groups_per_step and batch.group_size make {num_started} "

@@ -113,8 +113,8 @@ def make_coordinator(config: RunConfig, *, validate_every_event: bool = False) -
         eta=ledger_eta(config),
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
-        oversampled_groups=config.oversampled_groups,
-        oversampled_group_size=config.oversampled_group_size,
+        groups_started_per_step=config.groups_started_per_step,
+        members_started_per_group=config.members_started_per_group,
         num_steps=config.steps,
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)

@@ -358,7 +358,8 @@ def _draw_prompts(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tupl
     )
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
-        lambda _: time.monotonic() < deadline, range(min(MAX_DRAWN_PROMPTS, config.steps * config.oversampled_groups))
+        lambda _: time.monotonic() < deadline,
+        range(min(MAX_DRAWN_PROMPTS, config.steps * config.groups_started_per_step)),
     ):
         yield i, prompts.task(i)
 

@@ -322,7 +322,7 @@ class RunConfig:
         return self.batch.groups_per_step * self.batch.group_size
 
     @property
-    def oversampled_groups(self) -> int:
+    def groups_started_per_step(self) -> int:
         """groups_per_step + extra_groups."""
         return self.batch.groups_per_step + self.batch.extra_groups
 
@@ -422,7 +422,7 @@ class RunConfig:
         return self.rollout.routing.weighs_seconds or self.rollout.migration.needs("cost")
 
     @property
-    def oversampled_group_size(self) -> int:
+    def members_started_per_group(self) -> int:
         """group_size + extra_members."""
         return self.batch.group_size + self.batch.extra_members
 
@@ -433,8 +433,8 @@ class RunConfig:
 
     @property
     def max_trajectories_in_flight(self) -> int:
-        """(eta + 1) x oversampled_groups x oversampled_group_size."""
-        return (self.staleness.eta + 1) * self.oversampled_groups * self.oversampled_group_size
+        """(eta + 1) x groups_started_per_step x members_started_per_group."""
+        return (self.staleness.eta + 1) * self.groups_started_per_step * self.members_started_per_group
 
     @property
     def concurrency(self) -> int:
@@ -455,8 +455,8 @@ def _has_turns(source: str) -> bool:
 DERIVED_VALUES = (
     "has_environment",
     "trajectories_per_step",
-    "oversampled_groups",
-    "oversampled_group_size",
+    "groups_started_per_step",
+    "members_started_per_group",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",
     "concurrency",

@@ -50,7 +50,7 @@ def plan_resume(
         step=ledger_state.next_step,
         num_ended=num_ended,
         groups=tuple(restored_groups),
-        num_groups=ledger_state.num_started // trial_ledger.oversampled_group_size if ledger_state.sources else 0,
+        num_groups=ledger_state.num_started // trial_ledger.members_started_per_group if ledger_state.sources else 0,
         sources=ledger_state.sources,
     )
     return event, tuple(sorted(started_trajectories - continued_trajectories))

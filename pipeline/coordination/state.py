@@ -217,7 +217,7 @@ class CoordinatorState(ReplanFlags):
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue the trajectories of an evaluation. Returns their ids."""
-        trajectories = self._evaluations.begin(number, groups, self.ledger.oversampled_group_size, self.now)
+        trajectories = self._evaluations.begin(number, groups, self.ledger.members_started_per_group, self.now)
         for trajectory in trajectories:
             self._add(trajectory)
         self._routing_changed = True

@@ -273,7 +273,7 @@ def num_instances_needed(times: StepTimes, sizes: JobSizes) -> int:
     measured_s = sum(s.measured_s for s in times.speeds.values())
     expected_s = sum(s.expected_s for s in times.speeds.values())
     slowdown = measured_s / expected_s if expected_s and not sizes.is_fitted else 1.0
-    in_flight = (sizes.eta + 1) * config.oversampled_groups * config.oversampled_group_size
+    in_flight = (sizes.eta + 1) * config.groups_started_per_step * config.members_started_per_group
     for count in range(1, config.rollout.instances):
         n = max(1.0, min(max_running, in_flight / count))
         step_s = sizes.token_s(n, n * kv_tokens_each) * slowdown

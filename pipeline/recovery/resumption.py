@@ -139,7 +139,11 @@ def check_header(config: RunConfig, header: RunHeader) -> None:
         ("staleness.eta", job_header.eta, header.eta),
         ("batch.groups_per_step", job_header.groups_per_step, header.groups_per_step),
         ("batch.group_size", job_header.group_size, header.group_size),
-        ("batch.group_size + batch.extra_members", job_header.oversampled_group_size, header.oversampled_group_size),
+        (
+            "batch.group_size + batch.extra_members",
+            job_header.members_started_per_group,
+            header.members_started_per_group,
+        ),
     )
     for key, job_value, store_value in fixed_values:
         if job_value != store_value:

@@ -167,7 +167,7 @@ class RunReader:
         self._snapshots: dict[str, StoredSnapshot] = {}
         """The latest snapshots by branch, least recently read first."""
         self._lock = threading.Lock()
-        self._journal = JournalFollower(self.config.oversampled_group_size)
+        self._journal = JournalFollower(self.config.members_started_per_group)
         self._journal_lock = threading.Lock()
 
     @property

@@ -228,7 +228,7 @@ class Driver:
         unrepeatable = actor_settings.unrepeatable_sources(self._config)
         resumed, restarted = plan_resume(ledger, filtering, recoverable.ledger, recoverable.groups, unrepeatable)
         work: RecoveredWork = await self._actors.ask("server", "resume", restarted, deadline="commit_s")
-        self._num_drawn = work.ledger.num_started // self._config.oversampled_group_size
+        self._num_drawn = work.ledger.num_started // self._config.members_started_per_group
         if work.num_responses or work.num_restarted:
             self._note(
                 f"resumed {work.num_responses:,} in-flight responses ({work.num_tokens:,} tokens); "

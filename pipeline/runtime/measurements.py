@@ -33,7 +33,7 @@ class Measurements:
         self._scale = config.rollout.engine.time_scale
         self._sizes = compute_sizes(config)
         self._tracker = TimeTracker(
-            self._sizes.cost_model, config.oversampled_group_size, on_pull=config.rollout.on_pull,
+            self._sizes.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
             draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self._training_started_s = self._idle_started_s = 0.0

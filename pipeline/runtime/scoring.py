@@ -74,7 +74,7 @@ class ScoreQueue(ActorQueue):
         """Count a sampled response. Returns True if its group now has as many responses as are trained on."""
         if is_evaluation(trajectory):  # it has no group that is trained on
             return False
-        group = GroupId(trajectory // self._config.oversampled_group_size)
+        group = GroupId(trajectory // self._config.members_started_per_group)
         count = self._num_sampled_by_group.pop(group, 0) + 1
         if count >= self._config.batch.group_size:
             return True

@@ -161,7 +161,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
     intervals = max_versions_behind(config) + 1
-    in_flight = intervals * config.oversampled_groups * config.oversampled_group_size / instances
+    in_flight = intervals * config.groups_started_per_step * config.members_started_per_group / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     cost = factories.job_cost_at(config, running)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens

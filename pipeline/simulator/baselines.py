@@ -64,7 +64,7 @@ class OneStep(Baseline):
         return min(1, bound)
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return ledger.oversampled_groups
+        return ledger.groups_started_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Credits(Baseline):
             )
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return ledger.oversampled_groups + math.ceil(self.alpha * ledger.oversampled_groups)
+        return ledger.groups_started_per_step + math.ceil(self.alpha * ledger.groups_started_per_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Backlog(Baseline):
     awaits_due_groups = keeps_bound = False
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.oversampled_groups
+        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started_per_step
 
 
 def other_systems(eta: int) -> dict[str, Admission]:

@@ -50,7 +50,7 @@ class SimulatedEnvironments:
         schedule_after: Callable[[float, Callable[[], None]], None],
         on_result: Callable[[EnvironmentEvent], None],
     ) -> None:
-        self._members_per_group = config.oversampled_group_size
+        self._members_per_group = config.members_started_per_group
         self._workload = workload
         self._episodes = factories.make_episodes(config, workload)
         self._config = config.environment

@@ -87,7 +87,7 @@ class SimulatedRun:
         self._cost = config.rollout.cost
         self._cost_alone = factories.job_cost_at(config, 1)
         self._observe = observe
-        self._members_per_group = config.oversampled_group_size
+        self._members_per_group = config.members_started_per_group
         self._has_environment = config.has_environment  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_every_event=validate_every_event)
         self._fault_rng = generator(config.seed, Stream.FAULTS)

@@ -106,7 +106,7 @@ class Synchronous(CappedAdmission):
         return 0
 
     def max_in_flight(self, ledger: StalenessLedger) -> int:
-        return ledger.oversampled_groups if ledger.version == ledger.next_step else 0
+        return ledger.groups_started_per_step if ledger.version == ledger.next_step else 0
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:

@@ -49,7 +49,7 @@ class ConsumedRows:
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns READ_COLUMNS."""
         self._repeated_ids.update(self.stored.add(rows["trajectory"]).tolist())
-        wrong_rows = rows[rows["group"] != rows["trajectory"] // self._header.oversampled_group_size]
+        wrong_rows = rows[rows["group"] != rows["trajectory"] // self._header.members_started_per_group]
         self._wrong_groups += wrong_rows[["trajectory", "group"]].tolist()
         consumed_mask = is_consumed(rows)
         (indices,) = np.nonzero(consumed_mask)
@@ -81,7 +81,7 @@ class ConsumedRows:
         header = self._header
         yield from self._duplicate_findings(rows)
         for trajectory, group in self._wrong_groups:
-            message = f"stored with group {group}, its id is of group {trajectory // header.oversampled_group_size}"
+            message = f"stored with group {group}, its id is of group {trajectory // header.members_started_per_group}"
             yield Finding(check=CHECK, location=f"trajectory {trajectory}", message=message)
         if list(trained_steps) != list(range(len(trained_steps))):
             yield Finding(

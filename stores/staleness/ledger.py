@@ -51,10 +51,9 @@ class StalenessLedger:
         eta: The staleness bound, >= 0.
         groups_per_step: Groups that one step consumes.
         group_size: Members that an advantage is computed over.
-        oversampled_groups: Groups started per step, surplus included; more than groups_per_step is redundancy, and the
-            surplus is aborted as soon as it can no longer be used.
-        oversampled_group_size: Members started per group, surplus included; more than group_size is redundancy, as
-            above.
+        groups_started_per_step: With surplus groups. More than groups_per_step is redundancy: the surplus is aborted as
+            soon as it can no longer be used.
+        members_started_per_group: With surplus members; more than group_size is redundancy, as above.
         num_steps: Planned end; nothing is reserved beyond it.
     """
 
@@ -64,23 +63,25 @@ class StalenessLedger:
         eta: int,
         groups_per_step: int,
         group_size: int,
-        oversampled_groups: int | None = None,
-        oversampled_group_size: int | None = None,
+        groups_started_per_step: int | None = None,
+        members_started_per_group: int | None = None,
         num_steps: int = UNLIMITED,
     ) -> None:
         self.eta = eta
         self.groups_per_step = groups_per_step
         self.group_size = group_size
-        self.oversampled_groups = groups_per_step if oversampled_groups is None else oversampled_groups
-        self.oversampled_group_size = group_size if oversampled_group_size is None else oversampled_group_size
+        self.groups_started_per_step = groups_per_step if groups_started_per_step is None else groups_started_per_step
+        self.members_started_per_group = group_size if members_started_per_group is None else members_started_per_group
         self.num_steps = num_steps
-        self._reservations_per_step = self.oversampled_groups
+        self._reservations_per_step = self.groups_started_per_step
         """Groups that may hold reservations for one step. Only a ledger whose reserved groups may lose their step
         changes it (DroppingLedger in pipeline/simulator/baselines.py)."""
         if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
             raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
-        if self.oversampled_groups < groups_per_step or self.oversampled_group_size < group_size:
-            raise ValueError("oversampled_groups must be >= groups_per_step, and oversampled_group_size >= group_size")
+        if self.groups_started_per_step < groups_per_step or self.members_started_per_group < group_size:
+            raise ValueError(
+                "groups_started_per_step must be >= groups_per_step, and members_started_per_group >= group_size"
+            )
         self.version = PolicyVersion(0)
         self.next_step = 0
         self.live_groups: dict[GroupId, Entry] = {}
@@ -127,10 +128,10 @@ class StalenessLedger:
             return False
         # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
         # except for the groups that were started in excess.
-        allowance = self.oversampled_groups - self.groups_per_step
+        allowance = self.groups_started_per_step - self.groups_per_step
         for step, num_due, num_finished in self._due_counts(self.next_step, self._last_deadline()):
             num_left = num_due - min(self.groups_per_step, num_finished)
-            if num_left > self.oversampled_groups * (step - self.next_step) + allowance:
+            if num_left > self.groups_started_per_step * (step - self.next_step) + allowance:
                 return False
         return True
 
@@ -160,7 +161,7 @@ class StalenessLedger:
         steps = range(self.next_step, self._last_deadline() + 1)
         reserved: dict[int, dict[int, int]] = {step: {} for step in steps}
         occupied: dict[int, dict[int, int]] = {step: {} for step in steps}
-        num_free = dict.fromkeys(steps, self.oversampled_groups)
+        num_free = dict.fromkeys(steps, self.groups_started_per_step)
         for version in sorted(self._reserved, reverse=True):
             num_left = len(self._reserved[version])
             for step in range(self.deadline(version), self.next_step - 1, -1):
@@ -207,8 +208,8 @@ class StalenessLedger:
         """
         if group in self.live_groups:
             raise ProtocolViolation(f"group {group} was started twice")
-        first = group * self.oversampled_group_size
-        members = tuple(TrajectoryId(first + i) for i in range(self.oversampled_group_size))
+        first = group * self.members_started_per_group
+        members = tuple(TrajectoryId(first + i) for i in range(self.members_started_per_group))
         if live_members is not None:
             if not set(live_members) <= set(members) or len(set(live_members)) < max(
                 self.group_size, len(live_members)
@@ -447,7 +448,7 @@ class StalenessLedger:
             return None
         for step, num_unreserved, num_unfilled in self._slack(deadline, last_step):
             if num_unreserved <= 0:
-                num_reserved = self.oversampled_groups * (step - self.next_step + 1) - num_unreserved
+                num_reserved = self.groups_started_per_step * (step - self.next_step + 1) - num_unreserved
                 return (
                     f"{num_reserved} groups have reserved the {num_reserved + num_unreserved} entries up to step {step}"
                 )

@@ -43,7 +43,7 @@ class RunHeader:
     """The staleness bound."""
     groups_per_step: int
     group_size: int
-    oversampled_group_size: int
+    members_started_per_group: int
     """Trajectories started per group; those beyond `group_size` are redundant."""
     num_held_out: int = 0
     """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id."""
@@ -237,7 +237,7 @@ CODEC = Codec(
     },
     stored_names={
         RunHeader: {
-            "oversampled_group_size": "members_started",
+            "members_started_per_group": "members_started",
             "num_held_out": "held_out",
             "max_prompt_tokens": "longest_prompt",
         }

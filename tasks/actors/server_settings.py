@@ -18,7 +18,7 @@ class ServerSettings:
     prompts: PromptSettings
     reward: str
     group_size: int
-    oversampled_group_size: int
+    members_started_per_group: int
     advantage: Advantage
     overlong: Overlong
     max_error_share: float

@@ -91,8 +91,8 @@ class TrajectoryServer:
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.store_class.create(path, settings.header) if existing_store is None else existing_store
-        self._in_flight = InFlightState(group_size=settings.oversampled_group_size)
-        self._spool = Spool(path.with_name("spool"), settings.oversampled_group_size)
+        self._in_flight = InFlightState(group_size=settings.members_started_per_group)
+        self._spool = Spool(path.with_name("spool"), settings.members_started_per_group)
         self._draft_corpus = DraftCorpus(self._in_flight, MAX_TOKENS if settings.serves_drafts else 0, existing_store)
         self._resume_points = ResumePoints(path.with_name("resume"))
         self._task_cache = TaskCache(self._prompts, prompts.sets, self._in_flight.tasks_of)

@@ -160,7 +160,7 @@ def make_run_without_steps(folder: Path) -> None:
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     shutil.copytree(folder / "runs/finished", folder / "runs/early", ignore=shutil.ignore_patterns("store", "resume"))
-    header = RunHeader(run="early", eta=1, groups_per_step=4, group_size=4, oversampled_group_size=5)
+    header = RunHeader(run="early", eta=1, groups_per_step=4, group_size=4, members_started_per_group=5)
     VersionedStore.create(folder / "runs/early/store", header)
 
 

@@ -367,7 +367,7 @@ def test_a_trajectory_that_fails_repeatedly_ends_its_group() -> None:
 
 
 def test_a_surplus_member_may_fail_alone() -> None:
-    bench = Bench(eta=0, size=1, oversampled_group_size=2, max_attempts=0)
+    bench = Bench(eta=0, size=1, members_started_per_group=2, max_attempts=0)
     bench.join()
     bench.arrive(0)
     commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="x"))
@@ -398,7 +398,7 @@ def test_a_failed_reward_is_not_a_zero_reward_for_a_filter() -> None:
 
 
 def test_surplus_members_are_aborted_on_their_instance() -> None:
-    bench = Bench(eta=0, size=1, oversampled_group_size=2)
+    bench = Bench(eta=0, size=1, members_started_per_group=2)
     bench.join()
     bench.arrive(0)
     commands = bench.finish(1)
@@ -670,7 +670,7 @@ def test_the_last_trajectory_of_the_first_step_is_truncated() -> None:
 
 def test_of_a_group_with_redundant_members_only_those_it_needs_are_truncated() -> None:
     """All unfinished ones counted, so there were too many to truncate."""
-    bench = Bench(eta=0, groups=1, size=4, oversampled_group_size=6, stragglers="truncate", straggler_share=0.3)
+    bench = Bench(eta=0, groups=1, size=4, members_started_per_group=6, stragglers="truncate", straggler_share=0.3)
     bench.join(A)
     bench.arrive(0)
     bench.coordinator._state.running_means.publish_interval_s.add(1.0)
@@ -681,7 +681,7 @@ def test_of_a_group_with_redundant_members_only_those_it_needs_are_truncated() -
 
 
 def test_no_member_is_truncated_if_more_than_the_group_needs_await_their_rewards() -> None:
-    bench = Bench(eta=0, groups=1, size=2, oversampled_group_size=5, stragglers="truncate", straggler_share=0.9)
+    bench = Bench(eta=0, groups=1, size=2, members_started_per_group=5, stragglers="truncate", straggler_share=0.9)
     bench.join(A)
     bench.arrive(0)
     bench.coordinator._state.running_means.publish_interval_s.add(1.0)
@@ -693,7 +693,7 @@ def test_no_member_is_truncated_if_more_than_the_group_needs_await_their_rewards
 
 
 def test_a_failed_redundant_member_leaves_the_forecast_of_its_group() -> None:
-    bench = Bench(eta=0, groups=1, size=2, oversampled_group_size=3, max_attempts=0)
+    bench = Bench(eta=0, groups=1, size=2, members_started_per_group=3, max_attempts=0)
     bench.join(A)
     bench.arrive(0)
     bench.finish(0)

@@ -40,7 +40,7 @@ class RandomLedgerRun:
 
     def work(self) -> None:
         ledger, rng = self.ledger, self.rng
-        number = ledger.num_started // ledger.oversampled_group_size
+        number = ledger.num_started // ledger.members_started_per_group
         if rng.random() < 0.3 and ledger.num_reservable(ledger.version) > 0:
             ledger.start(GroupId(number))
         for group, entry in list(ledger.live_groups.items()):
@@ -79,7 +79,7 @@ class RandomLedgerRun:
     def found(self, version: int) -> tuple[LedgerState, list[GroupInFlight]]:
         """Return what a run resumed from `version` finds after a kill at this moment."""
         num_started, num_ended, stored = self.commits[version]
-        members = self.ledger.oversampled_group_size
+        members = self.ledger.members_started_per_group
         groups: dict[int, list[MemberInFlight]] = {}
         for i in [*self.done, *(i for i in range(self.ledger.num_started) if i not in self.done)]:
             if i not in stored:
@@ -108,8 +108,8 @@ def new_ledger(
         eta=eta,
         groups_per_step=groups,
         group_size=size,
-        oversampled_groups=groups + extra_groups,
-        oversampled_group_size=size + extra_members,
+        groups_started_per_step=groups + extra_groups,
+        members_started_per_group=size + extra_members,
         num_steps=30,
     )
 

@@ -221,7 +221,7 @@ def test_operations_keep_the_invariants_and_set_the_replan_flags(verb: str) -> N
 
 
 def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
-    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=2, oversampled_group_size=3))
+    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=1, group_size=2, members_started_per_group=3))
     state.now = 1.0
     state.add_instance(A, PolicyVersion(0), 1000, 8)
     state.add_groups([NewGroup(group=GroupId(0), prompt_tokens=10)])
@@ -334,7 +334,7 @@ def test_a_mixture_counts_a_group_when_its_last_member_ends() -> None:
             counted.append(dict(endings))
 
     mixture = RecordingMixture([MixtureSource(name="a", ratio=1.0, sampler=InOrder())], 0)
-    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, oversampled_group_size=2)
+    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, members_started_per_group=2)
     state = CoordinatorState(ledger, mixture=mixture)
     state.now = 1.0
     mixture.draw(1)

@@ -25,7 +25,7 @@ def run_folder(folder: Path) -> TinyBody:
     (folder / "config.toml").write_text(knob_tree.to_toml(config))
     body = TinyBody(make_coordinator(config), folder / "events.jsonl", 4)
     body.run()
-    header = RunHeader(run="r", eta=2, groups_per_step=3, group_size=2, oversampled_group_size=3)
+    header = RunHeader(run="r", eta=2, groups_per_step=3, group_size=2, members_started_per_group=3)
     store = VersionedStore.create(folder / "store", header)
     for step in range(7):
         ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=min(step + 1, 6), version=step)

@@ -138,7 +138,7 @@ def test_acceptance_is_estimated_from_responses_without_instance_reports(tmp_pat
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
-    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size, draft_length=4)
+    watch = TimeTracker(config.rollout.cost, config.members_started_per_group, draft_length=4)
     for entry in journal.JournalReader(run / "events.jsonl"):
         event = entry.event
         watch.observe(
@@ -173,7 +173,7 @@ def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=6")
     config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
-    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
+    watch = TimeTracker(config.rollout.cost, config.members_started_per_group)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = sum_steps(watch.finished_steps)
@@ -191,8 +191,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=4")
     config, entries = load_job(run), list(journal.JournalReader(run / "events.jsonl"))
-    alone = TimeTracker(config.rollout.cost, config.oversampled_group_size)
-    twice = TimeTracker(config.rollout.cost, config.oversampled_group_size)
+    alone = TimeTracker(config.rollout.cost, config.members_started_per_group)
+    twice = TimeTracker(config.rollout.cost, config.members_started_per_group)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
     before, begin_s = len(twice.finished_steps), 1000.0

@@ -76,7 +76,7 @@ def test_each_turn_has_one_environment_step() -> None:
     trace = SimulatedRun(config, workload, observe=observe, validate_every_event=True).run()
     assert trace.endings["consumed"] == config.steps * config.trajectories_per_step
     for trajectory, count in acts.items():
-        assert count <= len(workload.turns(*divmod(trajectory, config.oversampled_group_size)))
+        assert count <= len(workload.turns(*divmod(trajectory, config.members_started_per_group)))
         assert count <= routed[trajectory]
 
 

@@ -56,7 +56,7 @@ def run_with_evaluations(**changes: Any) -> tuple[Watch, Any]:
         if done.abandoned:
             continue
         (groups,) = [e.groups for e in watch.requested if e.evaluation == done.evaluation]
-        members = [g.group * config.oversampled_group_size for g in groups]
+        members = [g.group * config.members_started_per_group for g in groups]
         for member in members:
             assert watch.sampled[member] == {done.version}, "one version from the first token to the last"
     return watch, trace

@@ -75,7 +75,7 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
 
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(stored: Path) -> None:
     result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", workers=2)
-    assert 0 < len(result.errors) < result.scored
+    assert result.errors and result.scored
     rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
     assert set(failed) == set(result.errors)

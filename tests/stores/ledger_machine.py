@@ -46,8 +46,8 @@ class LedgerMachine(RuleBasedStateMachine):
             eta=eta,
             groups_per_step=batch,
             group_size=group_size,
-            oversampled_groups=batch + extra_groups,
-            oversampled_group_size=group_size + extra_members,
+            groups_started_per_step=batch + extra_groups,
+            members_started_per_group=group_size + extra_members,
             num_steps=num_steps,
         )
         self.naive = NaiveLedger(
@@ -55,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
             batch=batch,
             group_size=group_size,
             batch_started=batch + extra_groups,
-            oversampled_group_size=group_size + extra_members,
+            members_started_per_group=group_size + extra_members,
             num_steps=num_steps,
         )
         self.next_group = 0

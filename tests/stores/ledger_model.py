@@ -50,7 +50,7 @@ class NaiveLedger:
     batch: int
     group_size: int
     batch_started: int
-    oversampled_group_size: int
+    members_started_per_group: int
     num_steps: int
     version: PolicyVersion = PolicyVersion(0)
     next_step: int = 0

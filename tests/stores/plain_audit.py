@@ -206,7 +206,7 @@ def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajecto
         if count > 1:
             yield Finding(check="once", location=f"trajectory {trajectory}", message=f"stored {count} times")
     for row in rows:
-        t, own = row.trajectory, row.trajectory.id // header.oversampled_group_size
+        t, own = row.trajectory, row.trajectory.id // header.members_started_per_group
         if t.group != own:
             message = f"stored with group {t.group}, its id is of group {own}"
             yield Finding(check="once", location=f"trajectory {t.id}", message=message)

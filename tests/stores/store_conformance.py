@@ -30,7 +30,7 @@ from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.support.memory_store import TrajectoryStore
 from tests.support.segments import sampled_segment
 
-HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, oversampled_group_size=2)
+HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, members_started_per_group=2)
 
 
 def segment(rng: np.random.Generator, version: int, length: int, instance: str = "rollout-0") -> Segment:

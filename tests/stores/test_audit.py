@@ -68,7 +68,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     """Return a store of a run of a few steps without faults, with dropped trajectories and a remainder in flight."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     size, groups, eta = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
-    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, oversampled_group_size=4)
+    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, members_started_per_group=4)
     store = VersionedStore.create(folder, header)
     counts: Counter[str] = Counter()
     live: set[int] = set()
@@ -375,7 +375,7 @@ INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1
 def test_consumption_findings_match_an_implementation_with_dicts(
     blocks: list[list[tuple[int, int, Fate, int]]], trained: list[int], group_size: int
 ) -> None:
-    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, oversampled_group_size=2)
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, members_started_per_group=2)
     consumed, tables = ConsumedRows(header), []
     for block in blocks:
         rows = empty_rows(len(block), select_columns(single_consumption.READ_COLUMNS))

@@ -62,7 +62,7 @@ MODULES: tuple[ModuleType, ...] = (
 )  # fmt: skip
 """All modules that create findings."""
 STEPS, ETA = 3, 2
-HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, oversampled_group_size=2)
+HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started_per_group=2)
 Rows = Callable[[int, list[EndedTrajectory]], list[EndedTrajectory]]
 Record = Callable[[StepRecord], StepRecord]
 Edit = Callable[[Any], None]

@@ -52,7 +52,7 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
 
 
 def test_a_branch_with_rewards_that_all_succeeded_has_no_errors_of_its_parent(tmp_path: Path) -> None:
-    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, oversampled_group_size=3)
+    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started_per_group=3)
     store = VersionedStore.create(tmp_path / "store", header)
     row = ended(np.random.default_rng(0), 0, 1)
     store.commit(record(1), [replace(row, trajectory=replace(row.trajectory, error="it failed"))])
@@ -70,7 +70,7 @@ def test_a_branch_with_rewards_that_all_succeeded_has_no_errors_of_its_parent(tm
 
 def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
     """Its row has the value 0, which is not a reward."""
-    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, oversampled_group_size=3)
+    header = RunHeader(run="r", eta=1, groups_per_step=1, group_size=3, members_started_per_group=3)
     store = VersionedStore.create(tmp_path / "store", header)
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(3)]

@@ -58,10 +58,11 @@ def test_weight_checks_are_read_back() -> None:
 
 
 def test_headers_with_added_or_missing_default_fields_decode() -> None:
-    header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, oversampled_group_size=4)
+    header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, members_started_per_group=4)
     plain = CODEC.encode(header)
     first_names = {
-        "oversampled_group_size": "members_started", "num_held_out": "held_out", "max_prompt_tokens": "longest_prompt"
+        "members_started_per_group": "members_started", "num_held_out": "held_out",
+        "max_prompt_tokens": "longest_prompt",
     }  # fmt: skip
     expected = {first_names.get(name, name): value for name, value in dataclasses.asdict(header).items()}
     assert plain | {"sources": ()} == expected

@@ -23,16 +23,16 @@ def make(
     batch: int = 1,
     size: int = 1,
     *,
-    oversampled_groups: int | None = None,
-    oversampled_group_size: int | None = None,
+    groups_started_per_step: int | None = None,
+    members_started_per_group: int | None = None,
     num_steps: int = UNLIMITED,
 ) -> StalenessLedger:
     return StalenessLedger(
         eta=eta,
         groups_per_step=batch,
         group_size=size,
-        oversampled_groups=oversampled_groups,
-        oversampled_group_size=oversampled_group_size,
+        groups_started_per_step=groups_started_per_step,
+        members_started_per_group=members_started_per_group,
         num_steps=num_steps,
     )
 
@@ -123,14 +123,14 @@ def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -
 
 
 def test_surplus_members_end_when_their_group_is_complete() -> None:
-    ledger = make(0, size=2, oversampled_group_size=4)
+    ledger = make(0, size=2, members_started_per_group=4)
     route(ledger, 0, 0)
     endings = finish(ledger, 0)
     assert [(e.fate, e.reason) for e in endings] == [(Fate.ABORTED, AbortReason.SURPLUS_MEMBER)] * 2
 
 
 def test_surplus_groups_end_when_finished_groups_fill_every_legal_step() -> None:
-    ledger = make(0, batch=1, oversampled_groups=3, oversampled_group_size=2)
+    ledger = make(0, batch=1, groups_started_per_step=3, members_started_per_group=2)
     for group in (0, 1, 2):
         route(ledger, group, 0)
     ledger.reserve(GroupId(0), TrajectoryId(1), PolicyVersion(0))  # keeps its place in the order
@@ -141,7 +141,7 @@ def test_surplus_groups_end_when_finished_groups_fill_every_legal_step() -> None
 
 
 def test_a_surplus_group_that_a_later_step_can_consume_stays() -> None:
-    ledger = make(1, batch=1, oversampled_groups=2)
+    ledger = make(1, batch=1, groups_started_per_step=2)
     route(ledger, 0, 0)
     route(ledger, 1, 0)
     assert finish(ledger, 1) == ()
@@ -153,7 +153,7 @@ def test_a_surplus_group_that_a_later_step_can_consume_stays() -> None:
 
 @pytest.mark.parametrize(("late", "ready"), [(1, True), (2, False)])
 def test_a_step_leaves_behind_as_many_due_groups_as_were_started_in_excess(late: int, ready: bool) -> None:
-    ledger = make(1, batch=2, oversampled_groups=3)
+    ledger = make(1, batch=2, groups_started_per_step=3)
     for group in range(2 + late):
         route(ledger, group, 0)
     finish(ledger, 0)
@@ -182,7 +182,7 @@ def test_nothing_is_reserved_beyond_the_planned_end() -> None:
 
 
 def test_aborting_a_finished_or_unknown_member_raises() -> None:
-    ledger = make(0, size=2, oversampled_group_size=3)
+    ledger = make(0, size=2, members_started_per_group=3)
     route(ledger, 0, 0)
     ledger.complete(GroupId(0), TrajectoryId(0))
     for member in (0, 7):
@@ -258,7 +258,7 @@ def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
 
 def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
     """With redundancy there may be more reservations than entries, so finished groups are counted separately."""
-    ledger = make(1, oversampled_groups=2)
+    ledger = make(1, groups_started_per_step=2)
     for group in (0, 1):
         route(ledger, group, 0)
         finish(ledger, group)
@@ -280,7 +280,7 @@ def test_a_filtered_group_frees_its_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"eta": -1}, {"groups_per_step": 0}, {"oversampled_groups": 0}, {"oversampled_group_size": 0}]
+    "bad", [{"eta": -1}, {"groups_per_step": 0}, {"groups_started_per_step": 0}, {"members_started_per_group": 0}]
 )
 def test_invalid_calls_raise_and_change_nothing(bad: dict[str, int]) -> None:
     numbers: dict[str, Any] = {"eta": 1, "groups_per_step": 1, "group_size": 1, **bad}
@@ -419,7 +419,7 @@ def test_validate_counts_entries_from_the_next_step() -> None:
 
 
 def test_redundancy_may_reserve_but_not_finish_more_groups_than_entries() -> None:
-    ledger = make(0, oversampled_groups=3)
+    ledger = make(0, groups_started_per_step=3)
     for group in (0, 1, 2):
         route(ledger, group, 0)
     ledger.validate()

@@ -298,7 +298,7 @@ def _valid_store(num_steps: int) -> Path:
     atexit.register(shutil.rmtree, made)
     folder = Path(made) / "store"
     rng = np.random.default_rng(1)
-    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, oversampled_group_size=2)
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=2, members_started_per_group=2)
     store = VersionedStore.create(folder, header)
     for step in range(num_steps):
         batch = [ended(rng, 4 * step + i, step) for i in range(4)]

@@ -202,7 +202,7 @@ class Run(RunListener):
             whole = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
             return
-        turns = make_workload(self.config).turns(*divmod(t.id, self.config.oversampled_group_size))
+        turns = make_workload(self.config).turns(*divmod(t.id, self.config.members_started_per_group))
         values = [len(span.tokens) for span in t.spans if isinstance(span, EnvSpan)]
         assert len(t.turns) == len(turns), f"trajectory {t.id} has {len(t.turns)} of {len(turns)} turns"
         assert values == [turn.tool_tokens for turn in turns[:-1]]

@@ -175,11 +175,11 @@ def words(key: int, count: int) -> tuple[int, ...]:
 
 
 def server(plan: Plan, folder: Path) -> InMemoryServer:
-    header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, oversampled_group_size=1)
+    header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, members_started_per_group=1)
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
         commit_s=60.0,
-        prompts=prompts, reward="none", group_size=1, oversampled_group_size=1, advantage=DrGrpo(),
+        prompts=prompts, reward="none", group_size=1, members_started_per_group=1, advantage=DrGrpo(),
         overlong=Overlong(ramp_tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header, max_turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     def ended(trajectory: int, version: int, **more: Any) -> EndedTrajectory:
         count = tokens.get(trajectory, 0)
         sampled = sampled_segment(np.full(count, 5, np.int32), version=max(0, version), instance="rollout-0")
-        group = GroupId(trajectory // config.oversampled_group_size)
+        group = GroupId(trajectory // config.members_started_per_group)
         made = Trajectory(
             id=TrajectoryId(trajectory), group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),

@@ -89,7 +89,7 @@ class StoredRun:
     def train(self, groups: Sequence[tuple[str, Sequence[Response]]], **metrics: float) -> None:
         """Store a step that trained these (prompt, responses), and trajectories dropped with it."""
         rows = []
-        size = self.config.oversampled_group_size
+        size = self.config.members_started_per_group
         for prompt, responses in groups:
             rewards = [r.reward for r in responses if r.fate is Fate.CONSUMED]
             mean = sum(rewards) / max(1, len(rewards))
@@ -114,7 +114,7 @@ class StoredRun:
         self._commit("end", self.step, {}, [])
 
     def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[EndedTrajectory]) -> None:
-        started = self._next * self.config.oversampled_group_size
+        started = self._next * self.config.members_started_per_group
         ledger = LedgerState(
             num_started=started, num_ended=dict(self._ended), live=(), next_step=step + 1, version=step + 1
         )
@@ -137,7 +137,7 @@ class StoredRun:
             spans += [self._segment(versions[-1], self.ids(text))] if text else []
         trajectory = Trajectory(
             id=TrajectoryId(id),
-            group=GroupId(id // self.config.oversampled_group_size),
+            group=GroupId(id // self.config.members_started_per_group),
             prompt_tokens=self.ids(prompt),
             v_traj=PolicyVersion(versions[0]),
             spans=tuple(spans),

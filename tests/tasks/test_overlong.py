@@ -46,7 +46,7 @@ def test_overlong_penalty_changes_the_advantage_and_not_the_reward() -> None:
 def test_advantages_of_new_rewards_include_the_overlong_penalty(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("[model]\npath = 'x'\n[batch]\ngroup_size = 2\n[rollout]\nmax_new_tokens = 16\n")
     config = load(tmp_path / "job.toml", ("training.overlong_tokens=12", "training.advantage=dr_grpo"))
-    header = dataclasses.replace(actor_settings.run_header(config), groups_per_step=2, oversampled_group_size=2)
+    header = dataclasses.replace(actor_settings.run_header(config), groups_per_step=2, members_started_per_group=2)
     store = VersionedStore.create(tmp_path / "store", header)
     rng = np.random.default_rng(0)
     rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(4)]

@@ -148,7 +148,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
     monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
     rows = [replace(row, step=0) for row in consumed_rows_of([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
-        tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, oversampled_group_size=1)
+        tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started_per_group=1)
     )
     ledger = LedgerState(num_started=4, num_ended={"consumed:none": 4}, live=(), next_step=1, version=0)
     store.commit(StepRecord(kind="step", step=0, ledger=ledger), rows)
