@@ -95,8 +95,8 @@ class RolloutInstance:
         self._event_thread = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
         self._asleep = False
-        self._pending_pull: asyncio.Future[WeightCheck] | None = None
-        """The running pull: tokens sampled meanwhile are delivered once the weights are checked."""
+        self._latest_pull: asyncio.Future[WeightCheck] | None = None
+        """The pull that began last: tokens sampled while it runs are delivered once the weights are checked."""
         self._refusal_reason = ""
         """Why no more tokens are delivered; empty while they are."""
         self._undelivered_events: list[SampledTokens | FailedRequest] = []
@@ -180,17 +180,14 @@ class RolloutInstance:
     async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
         """Load published weights, then check the weights and the logprobs computed with them. Idempotent. Tokens are
         delivered only after the check has passed. Raises WeightsRefused if the engine cannot load them."""
-        pending_pull = self._pending_pull = asyncio.ensure_future(self._command(self._load, published, path))
+        self._latest_pull = asyncio.ensure_future(self._command(self._load, published, path))
         try:
-            check: WeightCheck = await asyncio.shield(pending_pull)
+            check: WeightCheck = await asyncio.shield(self._latest_pull)
         except ActorLost:
             raise
         except Exception as error:
             self._refusal_reason = f"{self._instance} cannot load version {published.version}: {error}"
             raise WeightsRefused(self._refusal_reason, self._instance) from error
-        finally:
-            if self._pending_pull is pending_pull and pending_pull.done():
-                self._pending_pull = None
         return check
 
     def _load(self, published: PublishedWeights, path: str) -> WeightCheck:
@@ -212,11 +209,13 @@ class RolloutInstance:
     async def _may_deliver(self, timeout_s: float) -> bool:
         """Return True if the weights under which tokens were sampled are checked. Waits up to `timeout_s` for a
         pull."""
-        if (pending_pull := self._pending_pull) is not None:
-            await asyncio.wait({pending_pull}, timeout=timeout_s)
-            if pending_pull.done() and self._pending_pull is pending_pull:
-                self._pending_pull = None
-        return self._pending_pull is None and not self._refusal_reason
+        if self._latest_pull is not None:
+            await asyncio.wait({self._latest_pull}, timeout=timeout_s)
+        return not self._is_pulling and not self._refusal_reason
+
+    @property
+    def _is_pulling(self) -> bool:
+        return self._latest_pull is not None and not self._latest_pull.done()
 
     async def next_events(self, server: Any, timeout_s: float) -> list[RequestOutcome]:
         """Wait up to `timeout_s` for requests to end. Returns their outcomes once the server has their tokens. When
@@ -267,7 +266,7 @@ class RolloutInstance:
         longer than a call."""
         loop = asyncio.get_running_loop()
         running: list[SampledTokens] = await loop.run_in_executor(self._event_thread, self._engine.peek)
-        if self._pending_pull is not None and not self._pending_pull.done():
+        if self._is_pulling:
             return
         self._last_spool_s = loop.time()
         num_tokens = await self._send(server, [s for s in running if _response_end(s) > s.start])

@@ -683,7 +683,7 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
     assert await events == []
     assert delivered == []
     await loading.open()
-    while instance._pending_pull is not None and not instance._pending_pull.done():
+    while instance._is_pulling:
         await asyncio.sleep(0.001)
     (outcome,) = await instance.next_events(Server(), 20.0)
     assert (outcome.trajectory, outcome.num_tokens) == (0, 9)
