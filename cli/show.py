@@ -121,7 +121,7 @@ def show_steps(run: Run, as_json: bool) -> None:
                 if name.startswith(REWARD_PART_PREFIX)
             }
             parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in reward_parts.items())
-            turns = f"turns {metrics['turns_mean']:.1f}  " if metrics.get("given_tokens") else ""
+            turns = f"turns {metrics['turns_mean']:.1f}  " if metrics.get("turns_max", 0.0) > 1 else ""
             figures = (
                 f"reward {metrics['reward']:.3f}  {parts}length {metrics['response_mean']:.1f}  {turns}"
                 f"staleness {metrics['staleness_mean']:.2f}  loss {metrics['loss']:+.4f}  "

@@ -152,7 +152,9 @@ def format_step(step: Mapping[str, float], num_steps: int, bottleneck: str = "")
     failures = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     details = (
-        f"turns {step['turns_mean']:.1f}  environment {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
+        f"turns {step['turns_mean']:.1f}  environment {step['tool_s']:.1f} s  "
+        if step.get("turns_max", 0.0) > 1
+        else ""
     )
     if details and (branches := step.get("branches", 0.0)):
         details += f"context forks {branches:.0f}  "

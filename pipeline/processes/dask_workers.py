@@ -217,7 +217,7 @@ class DaskWorkers:
             self.roles_by_worker[actor.worker].remove(actor.role)
             actor.future.release()
 
-    async def release_shared(self, name: str) -> None:
+    async def return_light_worker(self, name: str) -> None:
         """Release a closed light actor, and let other runs have its process if nothing else runs there."""
         address = self.placed[name].address
         self.release_light_actor(name)

@@ -87,7 +87,7 @@ class Workers(Protocol):
         """Release a light actor. Its process and other actors in it are not affected."""
         ...
 
-    async def release_shared(self, name: str) -> None:
+    async def return_light_worker(self, name: str) -> None:
         """Release a closed reward worker or environment host, and let other runs have its process."""
         ...
 

@@ -20,7 +20,7 @@ class Chart:
     title: str
     names: tuple[str, ...]
     hint: str = ""
-    shows_eta: bool = False
+    shows_staleness_bound: bool = False
     """Whether the staleness bound is drawn."""
     shows_held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
@@ -30,7 +30,8 @@ class Chart:
     def plain(self) -> dict[str, Any]:
         """The chart as plain values for the page, with unit and descriptions."""
         return {
-            "title": self.title, "hint": self.hint, "eta": self.shows_eta, "held_out": self.shows_held_out,
+            "title": self.title, "hint": self.hint, "held_out": self.shows_held_out,
+            "staleness_bound": self.shows_staleness_bound,
             "unit": "" if self.names[0].startswith(SOURCE_PREFIX) else STEP_METRICS[self.names[0]].unit,
             "lines": [
                 {"name": name, "label": self._label(name), "doc": self._doc(name)}
@@ -59,7 +60,7 @@ CHARTS = (
     Chart(
         title="staleness",
         names=("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue"),
-        shows_eta=True,
+        shows_staleness_bound=True,
         hint="dashed: eta, the bound",
     ),
     Chart(title="importance ratio", names=("ratio_mean",), hint="to the behaviour policy; 1 is on-policy"),
@@ -92,7 +93,7 @@ CHARTS = (
 )
 
 
-CHARTS_OF_TASKS = {"reward": "reward by task", "trained_share": "trained groups by task"}
+SOURCE_CHART_TITLES = {"reward": "reward by task", "trained_share": "trained groups by task"}
 """Titles of the charts with a line for each of several task sources, by the end of their metrics' names."""
 
 
@@ -105,16 +106,16 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
             names=tuple(f"{SOURCE_PREFIX}{source}/{metric}" for source in sources),
             hint=SOURCE_METRICS[metric],
         )
-        for metric, title in CHARTS_OF_TASKS.items()
+        for metric, title in SOURCE_CHART_TITLES.items()
         if sources
     ]
-    charts = [chart for chart in CHARTS if many_turns or not chart.many_turns]
-    return [*charts[:1], *of_tasks, *charts[1:]]
+    first, *others = [chart for chart in CHARTS if many_turns or not chart.many_turns]
+    return [first, *of_tasks, *others]
 
 
 def any_many_turns(records: Sequence[StepRecord]) -> bool:
     """Whether any of these steps trained on a trajectory with several turns."""
-    return any(r.metrics.get("given_tokens") for r in records)
+    return any(r.metrics.get("turns_max", 0) > 1 for r in records)
 
 
 def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
@@ -131,17 +132,16 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     present_names = sorted(
         {name for step in step_metrics for name in step if name in names or name.startswith(SOURCE_PREFIX)}
     )
-    page_steps = steps[first:]
-    counts = [r.ledger.num_ended for r in ([before] if before else []) + page_steps]
+    new_steps = steps[first:]
+    counts = [r.ledger.num_ended for r in ([before] if before else []) + new_steps]
     reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})
     drops = {}
     for key in reasons:
         totals = [0 if before is None else before.ledger.num_ended.get(key, 0)]
-        totals += [r.ledger.num_ended.get(key, 0) for r in page_steps]
+        totals += [r.ledger.num_ended.get(key, 0) for r in new_steps]
         drops[in_words(key)] = [max(0, b - a) for a, b in itertools.pairwise(totals)]
     return {
-        "first": first,
-        "step": [r.step for r in page_steps],
+        "step": [r.step for r in new_steps],
         "lines": {name: [round_finite(step.get(name)) for step in step_metrics] for name in present_names},
         "drops": drops,
     }

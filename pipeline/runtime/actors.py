@@ -230,7 +230,7 @@ class Actors(WeightPublisher):
             await self.ask_once(name, "close", within_s=CLOSE_S)
         if name in self._workers.placed:
             logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
-            await self._workers.release_shared(name)
+            await self._workers.return_light_worker(name)
         await self.place_stateless(name)
 
     def has_other(self, name: str, names: Iterable[str]) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import numbers
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,14 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        result = {"error": refusals.reason or f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        reason = refusals.reason if is_status_error(error) else ""
+        result = {"error": reason or f"{type(error).__name__}: {lines[0] if lines else ''}"}
     Path(settings["results"]).write_text(json.dumps(result), "utf-8")
+
+
+def is_status_error(error: Exception) -> bool:
+    """Whether an error of requests or aiohttp has the HTTP status of a reply."""
+    return hasattr(error, "status") or getattr(error, "response", None) is not None
 
 
 class TaskRefused(Exception):
@@ -47,7 +55,7 @@ class RefusalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if match := re.search(r'API request failed.*"message": ?("(?:[^"\\]|\\.)*")', record.getMessage(), re.DOTALL):
-            self.reason = f"the server refused a request: {json.loads(match[1])}"
+            self.reason = f"the server refused a request: {json.loads(match[1], strict=False)}"
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:
@@ -73,10 +81,11 @@ def run_tasks(settings: dict[str, Any]) -> Any:
 
     server = settings["server"]
     manager = TaskManager(include_path=settings["include"] or None)
-    for task in settings["tasks"]:
-        if not manager.match_tasks([task]):
+    tasks = {pattern: manager.match_tasks([pattern]) for pattern in settings["tasks"]}
+    for pattern, names in tasks.items():
+        if not names:
             raise TaskRefused(
-                f"--tasks: lm-eval has no task {task!r}; `lm-eval ls tasks` lists them, --include adds a folder"
+                f"--tasks: lm-eval has no task {pattern!r}; `lm-eval ls tasks` lists them, --include adds a folder"
             )
     evaluation: Any = lm_eval.simple_evaluate(
         model=ServedModel(
@@ -84,24 +93,33 @@ def run_tasks(settings: dict[str, Any]) -> Any:
             model=server["model"],
             tokenizer=server["tokenizer"],
             tokenizer_backend="huggingface",
-            add_bos_token=adds_first_token(server["tokenizer"], chat=settings["chat"]),
+            add_bos_token=needs_bos_token(server["tokenizer"], chat=settings["chat"]),
             max_length=server["context"],
             num_concurrent=server["concurrency"],
             timeout=REPLY_TIMEOUT_S,
             batch_size=1,  # the server itself batches what it is sent
         ),
-        tasks=settings["tasks"],
+        tasks=list(dict.fromkeys(name for names in tasks.values() for name in names)),
         num_fewshot=settings["shots"],
         limit=settings["limit"],
-        gen_kwargs={"seed": None},  # lm-eval sends one with each request; a served policy refuses any
+        gen_kwargs={"seed": None},  # lm-eval sends one with each request; a served policy that samples refuses it
         apply_chat_template=settings["chat"],
         task_manager=manager,
     )
     return [
         metric
         for task, results in evaluation["results"].items()
-        for metric in task_metrics(task, results, int(evaluation["n-shot"].get(task, 0)))
+        for metric in task_metrics(task, results, shots(task, evaluation))
     ]
+
+
+def shots(task: str, evaluation: Mapping[str, Any]) -> int | None:
+    """Examples in each prompt of a task or group of tasks; None if they differ between the tasks of a group."""
+    members = evaluation["group_subtasks"].get(task)
+    if not members:
+        return int(evaluation["n-shot"].get(task, 0))
+    first, *others = {shots(member, evaluation) for member in members}
+    return None if others else first
 
 
 def check_room(requests: Any, default_tokens: int, context: int) -> None:
@@ -117,7 +135,7 @@ def check_room(requests: Any, default_tokens: int, context: int) -> None:
             )
 
 
-def adds_first_token(tokenizer_path: str, *, chat: bool) -> bool:
+def needs_bos_token(tokenizer_path: str, *, chat: bool) -> bool:
     """Whether prompts get a first token before their text, as with lm-eval's own models: where the tokenizer adds one
     and the chat template does not."""
     from transformers import AutoTokenizer
@@ -132,12 +150,12 @@ def adds_first_token(tokenizer_path: str, *, chat: bool) -> bool:
     )
 
 
-def task_metrics(task: str, results: dict[str, Any], num_shots: int) -> list[dict[str, Any]]:
-    """The metrics of a task or group of tasks, from the result of simple_evaluate. Keys are METRIC,FILTER."""
+def task_metrics(task: str, results: dict[str, Any], num_shots: int | None) -> list[dict[str, Any]]:
+    """The metrics of a task or group of tasks, from its part of the results of simple_evaluate, by METRIC,FILTER."""
     rows: list[dict[str, Any]] = []
     for key, value in results.items():
         metric, comma, filter_name = key.partition(",")
-        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+        if not comma or metric.endswith("_stderr") or not isinstance(value, numbers.Real):
             continue
         stderr = results.get(f"{metric}_stderr,{filter_name}")
         rows.append(
@@ -146,7 +164,7 @@ def task_metrics(task: str, results: dict[str, Any], num_shots: int) -> list[dic
                 "metric": metric,
                 "filter": filter_name,
                 "value": float(value),
-                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                "stderr": float(stderr) if isinstance(stderr, numbers.Real) else None,
                 "num_documents": results.get("sample_len"),
                 "num_shots": num_shots,
             }

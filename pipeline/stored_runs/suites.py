@@ -59,8 +59,9 @@ class SuiteMetric:
     value: float
     stderr: float | None
     num_documents: int | None
-    """None for a group of tasks."""
-    num_shots: int
+    """None if lm-eval gives none."""
+    num_shots: int | None
+    """Examples in each prompt; None if they differ within a group of tasks."""
 
     @property
     def label(self) -> str:
@@ -68,11 +69,16 @@ class SuiteMetric:
         return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
 
     @property
+    def shots(self) -> str:
+        """The number of examples in each prompt as text."""
+        return "several shots" if self.num_shots is None else f"{self.num_shots}-shot"
+
+    @property
     def line(self) -> str:
         """The metric as a line for display."""
         stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
         documents = "" if self.num_documents is None else f", {self.num_documents} documents"
-        return f"{self.task}: {self.label} {self.value:.4f}{stderr}, {self.num_shots}-shot{documents}"
+        return f"{self.task}: {self.label} {self.value:.4f}{stderr}, {self.shots}{documents}"
 
 
 def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, version: int) -> list[Evaluation]:
@@ -87,7 +93,7 @@ def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, vers
             sampled=None,
             greedy=metric.value,
             greedy_stderr=metric.stderr,
-            name=f"{metric.task} {metric.label}, {metric.num_shots}-shot{prompts}",
+            name=f"{metric.task} {metric.label}, {metric.shots}{prompts}",
             samples=0,
         )
         for metric in metrics

@@ -149,21 +149,22 @@ async def check_tools(tools: Mapping[str, Tool], config: EnvironmentConfig) -> N
             await asyncio.to_thread(tool.fork_server.start)
             continue
         argument, expected_output = tool.self_test
-        output = await tool.run(argument, config.step_timeout_s, config)
+        output = await tool.run(argument, config.tool_timeout_s, config)
         if output != expected_output:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
-                f"{argument} gave {' '.join(output.split())!r}; raise environment.memory_mib, or remove it"
+                f"{argument} gave {' '.join(output.split())!r}; "
+                "raise environment.memory_mib or environment.tool_timeout_s, or remove it"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool call in a model's turn. text: its argument, or all arguments as JSON for a user's tool. error: why it
-    cannot be executed; empty if it can. is_tagged: whether it is written as <name>text</name>."""
+    """A tool call in a model's turn. argument: its text, or all arguments as JSON for a user's tool. error: why it
+    cannot be executed; empty if it can. is_tagged: whether it is written as <name>argument</name>."""
 
     name: str = ""
-    text: str = ""
+    argument: str = ""
     error: str = ""
     is_tagged: bool = False
 
@@ -173,7 +174,7 @@ def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     {...}}</tool_call>, or the argument in a tag with the tool's name. The last closing tag may be missing, because it
     may be a stop string.
 
-    >>> [c.text for c in parse_tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
+    >>> [c.argument for c in parse_tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
     ['1 + 1']
     """
     tags = "|".join(map(re.escape, ("tool_call", *tools)))
@@ -185,7 +186,7 @@ def parse_tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
 
 def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
     if tool.fork_server is None:
-        return ToolCall(name=name, text=text, is_tagged=True)
+        return ToolCall(name=name, argument=text, is_tagged=True)
     if not tool.unnamed_argument:
         arguments = ", ".join(tool.parameters["properties"])
         error = (
@@ -199,7 +200,7 @@ def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
 def _user_tool_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, is_tagged: bool = False) -> ToolCall:
     if error := argument_error(arguments, tool.parameters):
         return ToolCall(name=name, error=f"{name}: {error}", is_tagged=is_tagged)
-    return ToolCall(name=name, text=json.dumps(arguments), is_tagged=is_tagged)
+    return ToolCall(name=name, argument=json.dumps(arguments), is_tagged=is_tagged)
 
 
 def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
@@ -226,7 +227,7 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
         argument = str(argument)
     if not isinstance(argument, str):
         return ToolCall(error=f'{call["name"]} takes {{"{tool.unnamed_argument}": text}}')
-    return ToolCall(name=call["name"], text=argument)
+    return ToolCall(name=call["name"], argument=argument)
 
 
 def _decoded(text: str, tool: Tool) -> Any:
@@ -265,7 +266,7 @@ class ToolEpisode:
             if timeout_s <= 0:
                 error = f"the calls of this turn took longer than {self._config.tool_timeout_s:g} s"
             result = (
-                f"error: {error}" if error else await self._tools[call.name].run(call.text, timeout_s, self._config)
+                f"error: {error}" if error else await self._tools[call.name].run(call.argument, timeout_s, self._config)
             )
             result = result.encode("utf-8", "replace").decode()  # a model's JSON may name a lone surrogate
             results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.is_tagged else result))

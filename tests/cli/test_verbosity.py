@@ -225,7 +225,7 @@ def test_a_step_line_counts_dropped_updates() -> None:
 
 
 def test_a_step_line_counts_branches_of_multi_turn_episodes() -> None:
-    turns = {"turns_mean": 2.0, "tool_s": 0.5, "given_tokens": 9.0}
+    turns = {"turns_mean": 2.0, "turns_max": 3.0, "tool_s": 0.5}
     went_on, branched = printed([{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])[0]
     assert "branches" not in went_on
     assert "environment 0.5 s  context forks 4  staleness" in branched

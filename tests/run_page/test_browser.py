@@ -154,7 +154,10 @@ async def test_a_newly_stored_step_appears_without_reloading(run: StoredRun) -> 
         await page.get_by_text("of 3").wait_for()
         assert await steps.inner_text() == "2"
         await page.evaluate("window.kept = true")
-        await asyncio.to_thread(run.train, [("three", [Response("3", 1.0), Response("4", 0.0), Response("5", 0.0)])])
+        assert not await page.get_by_text("turns", exact=True).count()
+        responses = [Response("3", 1.0), Response("4", 0.0), Response("5", 0.0)]
+        await asyncio.to_thread(run.train, [("three", responses)], turns_mean=1.5, turns_max=2.0)
+        await page.get_by_text("turns", exact=True).first.wait_for()
         await asyncio.to_thread(run.end)
         await steps.filter(has_text="3").wait_for()
         await page.get_by_text("finished", exact=True).wait_for()

@@ -174,7 +174,7 @@ def test_later_steps_have_the_same_values_as_in_the_whole_series(first: int) -> 
 
 
 def test_charts_of_turns_are_drawn_for_multi_turn_runs() -> None:
-    of_one, of_many = charts.charts(RECORDS), charts.charts([*RECORDS, record(3, {}, given_tokens=7.0)])
+    of_one, of_many = charts.charts(RECORDS), charts.charts([*RECORDS, record(3, {}, turns_max=2.0)])
     assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "branches", "tools"}
 
 

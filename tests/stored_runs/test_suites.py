@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -25,8 +26,10 @@ from staleflow.pipeline.stored_runs.serving import make_serving_plan
 from staleflow.pipeline.stored_runs.suite_process import (
     RefusalHandler,
     TaskRefused,
-    adds_first_token,
     check_room,
+    is_status_error,
+    needs_bos_token,
+    shots,
     task_metrics,
 )
 from staleflow.pipeline.stored_runs.suites import (
@@ -97,13 +100,30 @@ def test_a_missing_lm_eval_gives_a_one_line_error_with_the_extra(
 def test_suite_figures_have_each_metric_with_the_standard_error_of_its_filter() -> None:
     results = {
         "alias": "sums", "sample_len": 4, "acc,none": 0.5, "acc_stderr,none": 0.25, "exact_match,last": 1,
-        "exact_match_stderr,last": "N/A",
+        "exact_match_stderr,last": "N/A", "f1,none": np.float32(0.25),
     }  # fmt: skip
     lines = [figure.line for figure in CODEC.decode(task_metrics("sums", results, 3), list[SuiteMetric])]
     assert lines == [
         "sums: acc 0.5000 ± 0.2500, 3-shot, 4 documents",
         "sums: exact_match (last) 1.0000, 3-shot, 4 documents",
+        "sums: f1 0.2500, 3-shot, 4 documents",
     ]
+
+
+def test_a_group_has_the_shots_of_its_tasks_if_they_are_equal() -> None:
+    groups = {"all": ["stem", "other"], "stem": ["physics", "logic"], "other": ["law"], "mixed": ["law", "essays"]}
+    evaluation = {"group_subtasks": groups, "n-shot": {"physics": 5, "logic": 5, "law": 5, "stem": 5, "essays": 0}}
+    assert [shots(task, evaluation) for task in ("all", "stem", "mixed", "essays")] == [5, 5, None, 0]
+    (row,) = task_metrics("mixed", {"acc,none": 0.5}, None)
+    assert CODEC.decode(row, SuiteMetric).line == "mixed: acc 0.5000, several shots"
+
+
+def test_only_an_http_error_is_explained_by_the_last_refusal() -> None:
+    class StatusError(Exception):
+        status = 503
+
+    assert is_status_error(StatusError())
+    assert not is_status_error(KeyError("doc_to_text"))
 
 
 def test_figures_of_a_checkpoint_are_kept_until_its_run_resumes_before_it(tmp_path: Path) -> None:
@@ -226,17 +246,19 @@ def test_the_reason_of_a_refused_request_is_kept_from_lm_evals_log() -> None:
     for text in ("it starts", f"API request failed! Status code: 400, Response text: {body}. Retrying...", "it ends"):
         handler.handle(logging.makeLogRecord({"msg": text}))
     assert handler.reason == 'the server refused a request: stop: "a" is\ntoo long'
+    handler.handle(logging.makeLogRecord({"msg": 'API request failed! "message": "two\nlines"'}))
+    assert handler.reason == "the server refused a request: two\nlines"
 
 
 def test_prompts_get_a_first_token_if_the_tokenizer_adds_one_and_the_template_does_not(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("llama3")  # its template begins with the first token
     tokenizer.save_pretrained(tmp_path)
-    assert not adds_first_token(str(tmp_path), chat=False)
+    assert not needs_bos_token(str(tmp_path), chat=False)
     first = (tokenizer.bos_token, tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
     tokenizer.save_pretrained(tmp_path)
-    assert adds_first_token(str(tmp_path), chat=False)
-    assert not adds_first_token(str(tmp_path), chat=True)
+    assert needs_bos_token(str(tmp_path), chat=False)
+    assert not needs_bos_token(str(tmp_path), chat=True)
 
 
 async def test_a_cancelled_suite_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

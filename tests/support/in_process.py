@@ -183,7 +183,7 @@ class InProcessWorkers:
     def release_light_actor(self, name: str) -> None:
         del self.placed[name]
 
-    async def release_shared(self, name: str) -> None:
+    async def return_light_worker(self, name: str) -> None:
         self.placed.pop(name).future.die()
 
     async def has_spare_worker(self) -> bool:

@@ -169,7 +169,7 @@ def call(name: str, **arguments: Any) -> str:
 
 def test_tool_calls_are_parsed_in_order() -> None:
     text = f"First <calculator>1+1</calculator>, then {call('python', code='print(1)')} and <python>2"
-    assert [(c.name, c.text, c.is_tagged, c.error) for c in parse_tool_calls(text, TOOLS)] == [
+    assert [(c.name, c.argument, c.is_tagged, c.error) for c in parse_tool_calls(text, TOOLS)] == [
         ("calculator", "1+1", True, ""),
         ("python", "print(1)", False, ""),
         ("python", "2", True, ""),

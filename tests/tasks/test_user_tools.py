@@ -183,7 +183,7 @@ def test_json_calls_of_a_tool_without_required_arguments(tmp_path: Path, argumen
     (tmp_path / "now.py").write_text('def now(zone: str = "", form: str = "") -> str:\n    "Returns the time."\n')
     tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     (parsed,) = parse_tool_calls(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>', tools)
-    assert (parsed.text, parsed.error) == (text, error)
+    assert (parsed.argument, parsed.error) == (text, error)
 
 
 def test_a_text_argument_may_be_json_itself(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_text_argument_may_be_json_itself(tmp_path: Path) -> None:
     tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     calls = ('{"name": "now"}', '{"name": "now", "arguments": "[7]"}', '{"name": "now", "arguments": "{\\"a\\": 1}"}')
     parsed = parse_tool_calls("".join(f"<tool_call>{call}</tool_call>" for call in calls), tools)
-    assert [json.loads(call.text) for call in parsed] == [{}, {"zone": "[7]"}, {"zone": '{"a": 1}'}]
+    assert [json.loads(call.argument) for call in parsed] == [{}, {"zone": "[7]"}, {"zone": '{"a": 1}'}]
 
 
 def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None:

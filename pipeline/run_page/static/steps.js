@@ -83,7 +83,9 @@ export async function stepsView(run) {
         append(own, more);
       }
       if (!is("other")) other = await askOther();
+      const sameCharts = is("charts");
       Object.assign(run, now);
+      if (!sameCharts) return go(changed({}), { replace: true }); // the first steps show whether there are many turns
       if (other) data = together(own, other);
       draw();
     },
@@ -132,7 +134,7 @@ const withOther = (lines, name) =>
   ]);
 
 function withPoints(chart, run) {
-  const spec = { ...chart, eta: chart.eta ? run.eta : null };
+  const spec = { ...chart, eta: chart.staleness_bound ? run.eta : null };
   if (run.other) spec.lines = withOther(chart.lines, run.other.name);
   if (!chart.held_out) return spec;
   spec.points = () => heldOut(run); // a run that goes on evaluates again
