@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import select
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import click
 from staleflow.cli.stored import announce, print_json, quiet_libraries
 
 PORT = 8798
+SIGNAL_POLL_S = 0.2
+"""Seconds between two checks for signals while a line is awaited."""
 override_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job."
 )
@@ -64,7 +67,7 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
         click.echo(f"{plan.label}; an empty line starts a new conversation, Ctrl-D ends it")
         try:
             while True:
-                text = input("> ")
+                text = read_line()
                 messages = [*messages, ChatMessage(role="user", content=text)] if text.strip() else []
                 if not messages:
                     continue
@@ -82,6 +85,15 @@ def chat(target: str, overrides: tuple[str, ...]) -> None:
         finally:
             runner.close()  # first, because a request that it cancels is aborted in the engine
             policy.close()
+
+
+def read_line() -> str:
+    """Prompt for a line and read it. Raises EOFError at the end of the input."""
+    click.echo("> ", nl=False)
+    # Python handles a signal that arrives before it waits for a line only once the line is there.
+    while sys.stdin.isatty() and not select.select([sys.stdin], [], [], SIGNAL_POLL_S)[0]:
+        pass
+    return input()
 
 
 @click.command("push")

@@ -324,6 +324,7 @@ async def test_no_fork_or_kill_waits_for_the_fork_server_to_restart(tmp_path: Pa
     connection.settimeout(60)
     assert not connection.recv(1), "its process has ended"
     connection.close()
+    server._process.wait()
     go.unlink()
     loading.unlink()
     restart = asyncio.ensure_future(asyncio.to_thread(server.start))
