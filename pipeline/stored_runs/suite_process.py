@@ -8,6 +8,7 @@ the user to correct, or {"error": one line}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import numbers
@@ -55,7 +56,8 @@ class RefusalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if match := re.search(r'API request failed.*"message": ?("(?:[^"\\]|\\.)*")', record.getMessage(), re.DOTALL):
-            self.reason = f"the server refused a request: {json.loads(match[1], strict=False)}"
+            with contextlib.suppress(ValueError):  # a foreign server's reply may be no JSON
+                self.reason = f"the server refused a request: {json.loads(match[1], strict=False)}"
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:

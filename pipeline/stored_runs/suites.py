@@ -86,6 +86,7 @@ def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, vers
     prompts = ", chat" * settings.chat + (f", first {settings.limit}" if settings.limit else "")
     if settings.include:  # whose tasks may have the names of others
         prompts += f", with {Path(settings.include).resolve().name}"
+    several = "several shots" if settings.shots is None else f"--shots {settings.shots} as far as tasks take them"
     return [
         Evaluation(
             version=version,
@@ -93,7 +94,7 @@ def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, vers
             sampled=None,
             greedy=metric.value,
             greedy_stderr=metric.stderr,
-            name=f"{metric.task} {metric.label}, {metric.shots}{prompts}",
+            name=f"{metric.task} {metric.label}, {several if metric.num_shots is None else metric.shots}{prompts}",
             samples=0,
         )
         for metric in metrics

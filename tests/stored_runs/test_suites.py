@@ -141,6 +141,8 @@ def test_figures_of_a_checkpoint_are_kept_until_its_run_resumes_before_it(tmp_pa
     (tmp_path / "evaluations" / "suite-copy-of.json").touch()
     name = "gsm8k exact_match (strict), 5-shot, chat, first 200"
     expected = [(10, name, 0.1), (20, name, 0.3), (20, "piqa exact_match, 5-shot", 0.25)]
+    mixed = [as_evaluations([replace(metric, num_shots=None)], replace(settings, shots=n), 20)[0].name for n in (2, 5)]
+    assert len(set(mixed)) == 2
     (included,) = as_evaluations([metric], replace(settings, include="my/tasks"), 20)  # of the same name
     assert included.name == f"{name}, with tasks"
     assert sorted((e.version, e.name, e.greedy) for e in read_suites(tmp_path)) == expected
@@ -247,6 +249,7 @@ def test_the_reason_of_a_refused_request_is_kept_from_lm_evals_log() -> None:
         handler.handle(logging.makeLogRecord({"msg": text}))
     assert handler.reason == 'the server refused a request: stop: "a" is\ntoo long'
     handler.handle(logging.makeLogRecord({"msg": 'API request failed! "message": "two\nlines"'}))
+    handler.handle(logging.makeLogRecord({"msg": r'API request failed! "message": "no \JSON"'}))
     assert handler.reason == "the server refused a request: two\nlines"
 
 
