@@ -214,7 +214,7 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     log = cluster("logs", id)
     assert "resuming from version" in log.stdout
     assert "rollout-0 continues with an engine that is already loaded" in log.stdout
-    assert Path(f"/proc/{engine}").exists(), "its process was not restarted"
+    assert Path(f"/proc/{engine}").exists(), f"its process was restarted:\n{log.stdout}"
     assert "step 19/20" in log.stdout
     followed = cluster("logs", id[:-2], "-f")  # the beginning of an id will do, and it has ended
     assert followed.stdout == log.stdout
