@@ -67,7 +67,9 @@ def make_forecast(
     end_s = time.monotonic() + limit_s
 
     def check_time(*_: object) -> None:
-        if time.monotonic() > end_s or (stop is not None and stop.is_set()):
+        if stop is not None and stop.is_set():
+            raise ForecastTooSlow("the run ended before its simulations")
+        if time.monotonic() > end_s:
             raise ForecastTooSlow(
                 f"its simulations take more than {limit_s:g} s; `staleflow plan` makes one before the run"
             )

@@ -106,8 +106,8 @@ class Backlog(Baseline):
 
 
 def other_systems(eta: int) -> dict[str, Admission]:
-    """The rules with which `simulate --baselines` compares a job at the same bound, by label: this project's
-    synchronous one, and those of other systems."""
+    """The rules with which `simulate --baselines` compares a job at the same bound, by label: this project's rule for
+    synchronous training, and the rules of other systems."""
     return {
         "synchronous": Synchronous(),
         "one step ahead": OneStep(),

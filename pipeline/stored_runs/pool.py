@@ -172,8 +172,8 @@ def run_training(function: Callable[..., Any], plan: Any, ranks: int, client: An
     Args:
         function: Called with the plan, and with a function that passes events to `report`.
         plan: What to do.
-        ranks: Number of workers that must be free: this one, and those on which `function` starts the trainer's other
-            ranks.
+        ranks: Number of workers that must be free: the first calls `function`, which starts the trainer's other ranks
+            on the rest.
         client: As in `open_pool`.
         report: Called in this process, in the client's IO thread, which does nothing else meanwhile. Its first
             exception is raised here when the function has ended; it gets no events after it.
