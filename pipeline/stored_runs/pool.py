@@ -50,6 +50,7 @@ WORKER_RESTART_S = 30.0
 """Seconds that a worker may take to restart after its process has ended."""
 POLL_S = 0.5
 """Seconds between two checks for free workers."""
+SCHEDULER_GONE = "the scheduler is gone; run the command again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Pool:
             except KilledWorker as error:
                 raise ActorLost(f"a task killed several workers, perhaps for lack of memory: {error}") from error
             except FutureCancelledError as error:
-                raise ActorLost("the scheduler is gone; run the command again") from error
+                raise ActorLost(SCHEDULER_GONE) from error
             future.release()
             for call in itertools.islice(calls, 1):
                 submit(call)
@@ -134,6 +135,7 @@ class Pool:
 
         Raises:
             ConfigError: No worker is free.
+            ActorLost: The scheduler is gone.
         """
         workers = self._workers()
         unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
@@ -161,8 +163,12 @@ class Pool:
         return self.free_workers(model=model)
 
     def _workers(self) -> dict[str, Any]:
-        """What the scheduler knows of each of its workers, by address."""
-        workers: dict[str, Any] = self.client.scheduler_info(n_workers=-1)["workers"]
+        """What the scheduler knows of each of its workers, by address. Raises ActorLost if it is gone."""
+        # Not client.scheduler_info(), whose result Dask replaces every two seconds by one without workers.
+        try:
+            workers: dict[str, Any] = self.client.sync(self.client.scheduler.identity, n_workers=-1)["workers"]
+        except OSError as error:
+            raise ActorLost(SCHEDULER_GONE) from error
         return workers
 
 

@@ -221,7 +221,7 @@ def test_a_run_uses_the_cluster_of_a_client(tmp_path: Path, client: Client) -> N
     assert result.summary["steps"] == 4
     assert result.run.job.cluster.address == client.scheduler.address
     assert client.submit(lambda: 2).result() == before + 1
-    assert len(client.scheduler_info(n_workers=-1)["workers"]) == 4
+    assert len(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) == 4
 
 
 def test_a_run_waiting_for_workers_reports_it_and_can_be_stopped(tmp_path: Path, client: Client) -> None:

@@ -197,7 +197,8 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
         cluster.file,
     )
     refused = command(*export)
-    assert (refused.returncode, "none of its 3 workers is free, jobs have 3" in refused.stderr) == (2, True)
+    assert refused.returncode == 2, refused
+    assert "none of its 3 workers is free, jobs have 3" in refused.stderr, cluster("logs", id).stdout
 
     (engine,) = (pid for key, pid in actor_processes(cluster).items() if "-far-rollout-0-" in key)
     os.kill(actor_processes(cluster)[f"staleflow-job-{id}"], signal.SIGKILL)

@@ -95,6 +95,20 @@ def test_calls_run_on_free_workers_only(monkeypatch: pytest.MonkeyPatch) -> None
         assert set(pool.run(address_after, [(0.1,)] * 15)) == {address}
 
 
+def test_workers_are_known_while_dask_updates_its_own_view_of_them() -> None:
+    """The client's periodic update has no workers."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    with (
+        dask.config.set({"distributed.client.scheduler-info-interval": "1ms"}),
+        LocalCluster(1, processes=False, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+        open_pool(client, 0) as pool,
+    ):
+        assert all(len(pool.free_workers()) == 1 for _ in range(200))
+
+
 def die_once(path: str) -> str:
     if not Path(path).exists():
         Path(path).touch()
