@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from staleflow.pipeline.config.size_plan import gpu_bytes, gpus_of, uses_gpus
+from staleflow.pipeline.config.size_plan import gpu_bytes, uses_gpus
 from staleflow.pipeline.placement.devices import Device, Host, Process
 from staleflow.pipeline.placement.placement import Role, RoleKind
+from staleflow.pipeline.sizing.memory import gpus_of
 
 if TYPE_CHECKING:
     from staleflow.pipeline.config.schema import RunConfig

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
@@ -14,11 +13,10 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
 from staleflow.pipeline.placement.placement import Role, RoleKind, Shortage, place, placement_text
 from staleflow.pipeline.sizing import memory
-from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, StepWork, make_plan, propose_split
+from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, estimate_sample_s, make_plan, propose_split
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
 from staleflow.tasks.emulation.workload import RandomWorkload
-from staleflow.tasks.engines.engine_settings import EngineSettings
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
@@ -26,54 +24,29 @@ NO_CHANGE = "no change of instances, dtype, recompute, micro-batch, cache, ranks
 
 
 def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
-    """The values of a job that determine its memory. A response is counted with a prompt of workload.prompt_tokens."""
-    training, engine = config.training, config.rollout.engine
+    """The values of a job that determine its memory. A response is counted with a prompt of workload.prompt_tokens. A
+    teacher computes logits of all tokens of a pass."""
+    training, teacher = config.training, config.teacher.engine
     max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
-    batch_tokens = config.batch.groups_per_step * config.batch.group_size * max_length
-    reference_path = config.training.kl.reference or ("" if training.lora.rank else config.model.path)
+    pass_tokens = min(training.microbatch_tokens, config.trajectories_per_step * max_length)
+    teacher = dataclasses.replace(teacher, max_running=teacher.max_batch_tokens)
+    reference = config.training.kl.reference or ("" if training.lora.rank else config.model.path)
     holds_reference = config.needs_reference and not config.teachers
     return SizedJob(
-        training=memory.TrainingShape(
-            ranks=training.ranks,
-            dtype=config.model.dtype,
-            microbatch_tokens=min(training.microbatch_tokens, batch_tokens),
-            recompute=training.recompute_activations,
-            offload=training.offload,
-            adapter_rank=training.lora.rank,
-            reference=_shape(config, reference_path) if holds_reference else None,
-        ),
-        engine=_engine_shape(config, engine),
+        training=dataclasses.replace(training, microbatch_tokens=pass_tokens),
+        engine=config.rollout.engine,
+        dtype=config.model.dtype,
         instances=config.rollout.instances,
         max_length=max_length,
         num_gpus=num_gpus,
         has_own_gpus=num_gpus > 1,
         takes_turns=config.shares_gpus,
         start_s=config.deadlines.start_s,
+        reference=_shape(config, reference) if holds_reference else None,
         teachers=len(config.teachers),
-        **_teacher_shapes(config),
+        teacher=teacher if config.teachers else None,
+        teacher_model=_shape(config, training.kl.reference or config.model.path) if config.teachers else None,
     )
-
-
-def _engine_shape(config: RunConfig, engine: EngineSettings) -> memory.EngineShape:
-    return memory.EngineShape(
-        tensor_parallel=gpus_of(engine),
-        dtype=config.model.dtype,
-        kv_tokens=engine.kv_tokens,
-        max_running=engine.max_running,
-        batch_tokens=engine.max_batch_tokens,
-        is_vllm=engine.name == "vllm",
-    )
-
-
-def _teacher_shapes(config: RunConfig) -> dict[str, Any]:
-    """Settings and model of a job's teachers, for SizedJob. A teacher computes logits of all tokens of a pass."""
-    if not config.teachers:
-        return {}
-    engine = _engine_shape(config, config.teacher.engine)
-    return {
-        "teacher": dataclasses.replace(engine, max_running=engine.batch_tokens),
-        "teacher_model": _shape(config, config.training.kl.reference or config.model.path),
-    }
 
 
 def gpu_bytes(config: RunConfig) -> tuple[int, int, int]:
@@ -85,8 +58,8 @@ def gpu_bytes(config: RunConfig) -> tuple[int, int, int]:
     if shape is None:
         return 0, 0, teacher_bytes
     sleeping = memory.CONTEXT_BYTES if config.shares_gpus else 0
-    trainer, engine = memory.trainer_parts(shape, job.training), memory.engine_parts(shape, job.engine)
-    return sum(trainer.values()) + sleeping, sum(engine.values()) + sleeping, teacher_bytes
+    rank_bytes, instance_bytes = sum(job.trainer_parts(shape).values()), sum(job.engine_parts(shape).values())
+    return rank_bytes + sleeping, instance_bytes + sleeping, teacher_bytes
 
 
 def _shape(config: RunConfig, path: str) -> memory.ModelShape | None:
@@ -119,27 +92,22 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     if config.shares_gpus or config.workload.kind == "recorded":
         return ""
     job, shape = sized_job(config, num_gpus), _shape(config, config.model.path)
-    ranks = (2**power for power in range(11))
-    num_ranks = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
-    responses, tokens = config.batch.groups_per_step * config.batch.group_size, mean_tokens(config)
-    batch_tokens = responses * (config.workload.prompt_tokens + tokens)
+    powers = (2**power for power in range(11))
+    num_ranks = (n for n in powers if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
+    responses, tokens, prompt_tokens = config.trajectories_per_step, mean_tokens(config), config.workload.prompt_tokens
+    batch_tokens = responses * (prompt_tokens + tokens)
     step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
-    work = StepWork.of(
-        config.rollout.cost,
-        responses=responses,
-        tokens=tokens,
-        prompt_tokens=config.workload.prompt_tokens,
-        max_running=job.engine.max_running,
-        kv_tokens=job.engine.kv_tokens,
-        train_s=step_s * config.training.ranks,
+    sample_s = estimate_sample_s(
+        config.rollout.cost, job.engine, responses=responses, tokens=tokens, prompt_tokens=prompt_tokens
     )
-    split = propose_split(work, num_gpus - job.teacher_gpus, job.engine.tensor_parallel, next(num_ranks))
+    split = propose_split(
+        sample_s, step_s * config.training.ranks, num_gpus - job.teacher_gpus, memory.gpus_of(job.engine),
+        next(num_ranks),
+    )  # fmt: skip
     if split is None:
         return ""
-    return (
-        f"proposed for {num_gpus} GPUs: rollout.instances = {split.instances}, training.ranks = {split.ranks}: "
-        f"{split.reason}"
-    )
+    instances, ranks, reason = split
+    return f"proposed for {num_gpus} GPUs: rollout.instances = {instances}, training.ranks = {ranks}: {reason}"
 
 
 def mean_tokens(config: RunConfig) -> float:
@@ -150,7 +118,8 @@ def mean_tokens(config: RunConfig) -> float:
 
 
 def _rank_fits(shape: memory.ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
-    parts = memory.trainer_parts(shape, dataclasses.replace(job.training, ranks=ranks))
+    job = dataclasses.replace(job, training=dataclasses.replace(job.training, ranks=ranks))
+    parts = job.trainer_parts(shape)
     return not device_bytes or sum(parts.values()) <= device_bytes * (1 - memory.MARGIN)
 
 
@@ -173,7 +142,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     model = memory.ModelShape.of(read_architecture(folder, label), label)
     plan = make_plan(model, job, min(sizes))
     lines = [f"on {describe(devices)}: rollout.instances = {job.instances}, GPUs of each = "
-             f"{job.engine.tensor_parallel}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
+             f"{memory.gpus_of(job.engine)}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
         point_gb = memory.RESUME_POINT_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
@@ -265,11 +234,6 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     return by_name, text
 
 
-def gpus_of(engine: EngineSettings) -> int:
-    """Number of GPUs of a rollout instance or teacher with this engine."""
-    return int(getattr(engine, "tensor_parallel", 1))
-
-
 def uses_gpus(config: RunConfig) -> bool:
     """Whether a job uses GPUs if there are any. A job without a model (an emulated one) does so only if it sets
     cluster.gpus."""
@@ -281,26 +245,20 @@ def run_roles(
 ) -> tuple[Role, ...]:
     """The roles of a job, one per actor. rank_bytes, instance_bytes, teacher_bytes: memory of a rank, instance or
     teacher on each of its GPUs; 0 if unknown."""
-    ranks = (rank_name(number) for number in range(config.training.ranks))
-    instances = (f"rollout-{number}" for number in range(config.rollout.instances))
+    ranks = [rank_name(number) for number in range(config.training.ranks)]
+    instances = [f"rollout-{number}" for number in range(config.rollout.instances)]
+    heavy_roles = (
+        (RoleKind.RANK, ranks, 1, rank_bytes),
+        (RoleKind.INSTANCE, instances, memory.gpus_of(config.rollout.engine), instance_bytes),
+        (RoleKind.TEACHER, config.teachers, memory.gpus_of(config.teacher.engine), teacher_bytes),
+    )
     reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT
     return (
         Role(name="server", kind=RoleKind.LIGHT),
         *(Role(name=name, kind=reward_kind) for name in config.reward_actors),
-        *(Role(name=name, kind=RoleKind.RANK, num_devices=1, memory_bytes=rank_bytes) for name in ranks),
         *(
-            Role(
-                name=name,
-                kind=RoleKind.INSTANCE,
-                num_devices=gpus_of(config.rollout.engine),
-                memory_bytes=instance_bytes,
-            )
-            for name in instances
-        ),
-        *(
-            Role(
-                name=name, kind=RoleKind.TEACHER, num_devices=gpus_of(config.teacher.engine), memory_bytes=teacher_bytes
-            )
-            for name in config.teachers
+            Role(name=name, kind=kind, num_devices=num_devices, memory_bytes=memory_bytes)
+            for kind, names, num_devices, memory_bytes in heavy_roles
+            for name in names
         ),
     )

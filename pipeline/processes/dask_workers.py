@@ -27,11 +27,12 @@ from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.local_gpus import read_devices, use_devices
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.size_plan import gpus_of, place_locally
+from staleflow.pipeline.config.size_plan import place_locally
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.background import run_to_end
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor
+from staleflow.pipeline.sizing.memory import gpus_of
 from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)

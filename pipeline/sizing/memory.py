@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.engine_settings import EngineSettings
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 MODEL_TYPES = {
     **dict.fromkeys(
@@ -130,32 +132,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by model.dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingShape:
-    """Settings of a trainer that determine its memory. microbatch_tokens: tokens of one forward and backward pass.
-    adapter_rank: 0 if all weights are trained."""
-
-    ranks: int
-    dtype: str
-    microbatch_tokens: int
-    recompute: bool
-    offload: bool
-    adapter_rank: int = 0
-    reference: ModelShape | None = None
-    """The reference model that each rank holds its share of; None if there is none, or teachers hold it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineShape:
-    """Settings of an instance that determine its memory. batch_tokens: maximum tokens of a forward pass. is_vllm:
-    whether the engine is vLLM, which has tensor_parallel and options."""
-
-    tensor_parallel: int
-    dtype: str
-    kv_tokens: int
-    max_running: int
-    batch_tokens: int
-    is_vllm: bool = True
+def gpus_of(engine: EngineSettings) -> int:
+    """Number of GPUs of a rollout instance or teacher with this engine."""
+    return int(getattr(engine, "tensor_parallel", 1))
 
 
 def layer_activation_bytes(model: ModelShape, dtype: str) -> int:
@@ -181,57 +160,66 @@ def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
     return 2 * model.layers * model.kv_size * ITEM_BYTES[dtype] // min(tensor_parallel, model.kv_heads)
 
 
-def cache_bytes(model: ModelShape, engine: EngineShape) -> int:
+def cache_bytes(model: ModelShape, engine: EngineSettings, dtype: str) -> int:
     """Bytes that an instance allocates on each GPU for each token of kv_tokens."""
-    factor = 1 if engine.is_vllm else STORAGE_FACTOR
-    return int(factor * kv_bytes(model, engine.dtype, engine.tensor_parallel))
+    factor = 1 if engine.name == "vllm" else STORAGE_FACTOR
+    return int(factor * kv_bytes(model, dtype, gpus_of(engine)))
 
 
-def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
+def parameter_bytes(model: ModelShape, training: TrainingConfig, dtype: str) -> int:
     """Bytes of a rank's weights, gradients and moments."""
-    gathered_bytes = (4 if training.adapter_rank else 8) * (model.outer_parameters + model.layer_parameters)
+    gathered_bytes = (4 if training.lora.rank else 8) * (model.outer_parameters + model.layer_parameters)
     if training.offload:
         return gathered_bytes
     state_bytes = 16 * trained_parameters(model, training)
-    if training.adapter_rank:
+    if training.lora.rank:
         state_bytes += 4 * model.parameters
     if training.ranks > 1:
         return state_bytes // training.ranks + gathered_bytes
-    cast_bytes = 2 * model.layers * model.layer_parameters if training.dtype == "bfloat16" else 0
+    cast_bytes = 2 * model.layers * model.layer_parameters if dtype == "bfloat16" else 0
     return state_bytes + cast_bytes
 
 
-def trained_parameters(model: ModelShape, training: TrainingShape) -> int:
+def trained_parameters(model: ModelShape, training: TrainingConfig) -> int:
     """Parameters that have a gradient: all, or those of an adapter."""
-    return model.adapter_parameters(training.adapter_rank) if training.adapter_rank else model.parameters
+    return model.adapter_parameters(training.lora.rank) if training.lora.rank else model.parameters
 
 
-def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
+def trainer_parts(
+    model: ModelShape, training: TrainingConfig, dtype: str, reference: ModelShape | None = None
+) -> dict[str, int]:
     """Bytes of a rank's GPU by use. AdamW's temporary copies and the activations do not exist at the same time; the
-    larger counts."""
-    per_token = activation_bytes(model, training.dtype, recompute=training.recompute)
+    larger counts.
+
+    Args:
+        model: Sizes of the trained model.
+        training: The trainer's settings. A pass has `microbatch_tokens` tokens.
+        dtype: The job's model.dtype.
+        reference: The reference model of which each rank holds its share; None if there is none, or teachers hold it.
+    """
+    per_token = activation_bytes(model, dtype, recompute=training.recompute_activations)
     optimizer = 0 if training.offload else 4 * trained_parameters(model, training) // training.ranks
-    reference = {}
-    if training.reference is not None and not training.offload:
-        reference["reference model"] = ITEM_BYTES[training.dtype] * training.reference.parameters // training.ranks
+    reference_part = {}
+    if reference is not None and not training.offload:
+        reference_part["reference model"] = ITEM_BYTES[dtype] * reference.parameters // training.ranks
     return {
-        "weights, gradients, optimizer": parameter_bytes(model, training),
-        **reference,
+        "weights, gradients, optimizer": parameter_bytes(model, training, dtype),
+        **reference_part,
         "activations, or optimizer step": max(int(KERNEL_FACTOR * training.microbatch_tokens * per_token), optimizer),
         "output layer": LOGIT_BYTES + 4 * model.hidden * training.microbatch_tokens,
         "CUDA context": CONTEXT_BYTES + NCCL_BYTES * (training.ranks > 1),
     }
 
 
-def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
-    """Bytes of each GPU of an instance by use."""
-    size, parallel = ITEM_BYTES[engine.dtype], engine.tensor_parallel
+def engine_parts(model: ModelShape, engine: EngineSettings, dtype: str) -> dict[str, int]:
+    """Bytes of each GPU of an instance by use. dtype: the job's model.dtype."""
+    size, parallel, tokens = ITEM_BYTES[dtype], gpus_of(engine), engine.max_batch_tokens
     values_per_token = (
         4 * model.hidden + (2 * model.q_size + 3 * model.intermediate * max(1, model.experts_per_token)) // parallel
     )
     return {
         "weights": size * model.parameters // parallel,
-        "KV cache": engine.kv_tokens * cache_bytes(model, engine),
-        "forward pass": size * engine.batch_tokens * values_per_token + 8 * engine.max_running * model.vocabulary,
-        "CUDA context": CONTEXT_BYTES + GRAPH_BYTES * engine.is_vllm + NCCL_BYTES * (parallel > 1),
+        "KV cache": engine.kv_tokens * cache_bytes(model, engine, dtype),
+        "forward pass": size * tokens * values_per_token + 8 * engine.max_running * model.vocabulary,
+        "CUDA context": CONTEXT_BYTES + GRAPH_BYTES * (engine.name == "vllm") + NCCL_BYTES * (parallel > 1),
     }

@@ -19,9 +19,7 @@ from staleflow.pipeline.sizing.memory import (
     LOGIT_BYTES,
     MODEL_TYPES,
     STORAGE_FACTOR,
-    EngineShape,
     ModelShape,
-    TrainingShape,
     activation_bytes,
     engine_parts,
     kv_bytes,
@@ -33,9 +31,11 @@ from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.engines.engine_settings import TransformersSettings, VllmSettings
 from staleflow.tasks.engines.transformers import TransformersEngine
 from staleflow.tasks.training.lm_head import GPU_CHUNK_BYTES
 from staleflow.tasks.training.lora import inject_adapter
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.tasks.test_engine_transformers import settings
 
 QWEN3: dict[str, dict[str, Any]] = {
@@ -133,8 +133,8 @@ def test_models_with_layers_of_other_kinds_are_rejected(other: dict[str, Any]) -
 def test_parameter_bytes_of_a_rank_match_the_table(name: str, gigabytes: dict[int, int]) -> None:
     """The table is rounded to gigabytes."""
     for ranks, expected in gigabytes.items():
-        training = TrainingShape(ranks=ranks, dtype="bfloat16", microbatch_tokens=8192, recompute=False, offload=False)
-        assert abs(parameter_bytes(shape(name), training) / GB - expected) < max(0.51, 0.05 * expected)
+        training = TrainingConfig(ranks=ranks)
+        assert abs(parameter_bytes(shape(name), training, "bfloat16") / GB - expected) < max(0.51, 0.05 * expected)
 
 
 @pytest.mark.parametrize(("name", "megabytes"), [("8B", 9.3), ("32B", 27.6)])
@@ -201,14 +201,12 @@ def test_the_weights_of_an_adapter_are_trained_and_those_of_its_model_only_read(
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3"](**config_of("8B")))
     model = inject_adapter(model, LoraConfig(rank=8), seed=0)
     expected = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
-    training = TrainingShape(
-        ranks=1, dtype="float32", microbatch_tokens=8192, recompute=False, offload=False, adapter_rank=8
-    )
-    assert parameter_bytes(shape("8B"), training) == pytest.approx(expected, rel=1e-4)
+    training = TrainingConfig(lora=LoraConfig(rank=8))
+    assert parameter_bytes(shape("8B"), training, "float32") == pytest.approx(expected, rel=1e-4)
     sharded = dataclasses.replace(training, ranks=4)
-    assert parameter_bytes(shape("8B"), sharded) < parameter_bytes(shape("8B"), training) / 2
-    full = dataclasses.replace(training, adapter_rank=0)
-    assert sum(trainer_parts(shape("8B"), training).values()) < sum(trainer_parts(shape("8B"), full).values()) - 90 * GB
+    assert parameter_bytes(shape("8B"), sharded, "float32") < parameter_bytes(shape("8B"), training, "float32") / 2
+    adapter, full = (sum(trainer_parts(shape("8B"), t, "float32").values()) for t in (training, TrainingConfig()))
+    assert adapter < full - 90 * GB
 
 
 def test_key_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
@@ -219,8 +217,8 @@ def test_key_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
 
 def test_the_transformers_engine_needs_more_for_its_cache_and_has_no_cuda_graphs() -> None:
     vllm = job(8).engine
-    parts = engine_parts(shape("8B"), vllm)
-    other = engine_parts(shape("8B"), dataclasses.replace(vllm, is_vllm=False))
+    parts = engine_parts(shape("8B"), vllm, "bfloat16")
+    other = engine_parts(shape("8B"), TransformersSettings.like(vllm), "bfloat16")
     assert other["KV cache"] == STORAGE_FACTOR * parts["KV cache"]
     assert other["CUDA context"] == parts["CUDA context"] - 10**9
 
@@ -245,8 +243,9 @@ def test_a_config_without_attention_heads_gives_a_one_line_error() -> None:
 
 def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> SizedJob:
     return SizedJob(
-        training=TrainingShape(ranks=ranks, dtype=dtype, microbatch_tokens=8192, recompute=False, offload=False),
-        engine=EngineShape(tensor_parallel=1, dtype=dtype, kv_tokens=16384, max_running=64, batch_tokens=1024),
+        training=TrainingConfig(ranks=ranks),
+        engine=VllmSettings(),
+        dtype=dtype,
         instances=1,
         max_length=longest,
         num_gpus=num_gpus,
@@ -268,8 +267,8 @@ def test_instances_that_share_a_gpu_are_all_counted() -> None:
         plan = make_plan(shape("0.6B"), several, 80 * GB)
         assert plan.changes == {}
         proposed.append(kv_tokens := int(str(plan.proposed["rollout.engine.kv_tokens"])))
-        engine = dataclasses.replace(several.engine, kv_tokens=kv_tokens, batch_tokens=8192)
-        parts = trainer_parts(shape("0.6B"), several.training), engine_parts(shape("0.6B"), engine)
+        engine = dataclasses.replace(several.engine, kv_tokens=kv_tokens, max_batch_tokens=8192)
+        parts = several.trainer_parts(shape("0.6B")), engine_parts(shape("0.6B"), engine, several.dtype)
         used = sum(parts[0].values()) + instances * sum(parts[1].values())
         assert 0.95 * plan.usable_bytes < used <= plan.usable_bytes
     assert proposed == sorted(proposed, reverse=True)
@@ -294,7 +293,7 @@ def test_a_planned_change_makes_the_model_fit() -> None:
 
 def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
     """The transformers engine has no tensor_parallel."""
-    large = dataclasses.replace(job(64), engine=dataclasses.replace(job(64).engine, is_vllm=False))
+    large = dataclasses.replace(job(64), engine=TransformersSettings.like(job(64).engine))
     assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
     assert make_plan(shape("32B"), large, 48 * GB).changes is None
 
@@ -326,24 +325,22 @@ def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_p
     teacher = TransformersEngine(settings(tmp_path, dtype=dtype, max_batch_tokens=512), InstanceId("teacher-0"))
     with contextlib.closing(teacher), torch.inference_mode(), LiveBytes() as live:
         teacher._score_together([[token % 100 for token in range(1500)]], 0.7)
-    shape = EngineShape(
-        tensor_parallel=1, dtype=dtype, kv_tokens=2048, max_running=512, batch_tokens=512, is_vllm=False
-    )
-    parts = engine_parts(ModelShape.of(config.to_dict(), ""), shape)
+    engine = TransformersSettings(kv_tokens=2048, max_running=512, max_batch_tokens=512)
+    parts = engine_parts(ModelShape.of(config.to_dict(), ""), engine, dtype)
     planned = sum(parts.values()) - parts["CUDA context"]
     assert planned / 4 < live.peak <= planned
 
 
 def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds() -> None:
     alone, large = job(8), shape("32B")
-    holding = dataclasses.replace(alone, training=dataclasses.replace(alone.training, reference=large))
+    holding = dataclasses.replace(alone, reference=large)
     parts = make_plan(shape("0.6B"), holding, 80 * GB).trainer
     assert parts["reference model"] == 2 * large.parameters
     assert "reference model" not in make_plan(shape("0.6B"), alone, 80 * GB).trainer
-    teacher = dataclasses.replace(alone.engine, tensor_parallel=2)
+    teacher = VllmSettings(tensor_parallel=2)
     taught = dataclasses.replace(alone, teachers=2, teacher=teacher, teacher_model=large)
     plan = make_plan(shape("0.6B"), taught, 80 * GB)
-    assert plan.teacher == engine_parts(large, teacher)
+    assert plan.teacher == engine_parts(large, teacher, alone.dtype)
     assert taught.needed_gpus == alone.needed_gpus + 4
     assert plan.changes == {}, "it fits"
     assert plan.proposed["deadlines.start_s"] == round(120 + 4 * large.parameters / 1e9), "the larger model"
