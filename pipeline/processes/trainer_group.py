@@ -9,9 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
@@ -22,12 +22,6 @@ from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.rank import rank_name
 
 TRAINER = rank_name(0)
-
-
-class AskOnce(Protocol):
-    """The signature of Actors.ask_once."""
-
-    async def __call__(self, name: str, method: str, *args: Any, deadline: Literal["start_s"]) -> Any: ...
 
 
 def follower_names(config: RunConfig) -> list[str]:
@@ -46,7 +40,11 @@ def list_members(name: str, placed: Iterable[str]) -> list[str]:
 
 
 async def place_trainer(
-    workers: Workers, ask_once: AskOnce, config: RunConfig, weights_folder: str, resume_points: Path
+    workers: Workers,
+    ask_once: Callable[..., Awaitable[Any]],
+    config: RunConfig,
+    weights_folder: str,
+    resume_points: Path,
 ) -> PlacedActor:
     """Place the trainer with all its ranks, and connect them to a group. Raises as Workers.place and Actors.ask_once
     do. weights_folder: folder of published weights. resume_points: folder of resume points."""

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 from staleflow.pipeline.config.model_facts import ModelFacts
@@ -56,7 +55,8 @@ class WeightPublisher(ActorClient):
         self._transfers = WeightTransfers(self, config.deadlines.call_s)
         self._trainer_activity = PUBLISHING
         """What the trainer does before version 0 is published, for display."""
-        self._trained_fingerprints: dict[PolicyVersion, str] = {}
+        self.trained_fingerprints: dict[PolicyVersion, str] = {}
+        """Fingerprints of the versions that the trainer has published in this start of the run, including the first."""
         self._num_pending_saves: Counter[PolicyVersion] = Counter()
         """Number of checkpoints that are being saved, by version."""
         self.verification = WeightVerification(config, facts.context_length)
@@ -74,18 +74,13 @@ class WeightPublisher(ActorClient):
         published: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
         )
-        self._trained_fingerprints[published.version] = published.fingerprint
+        self.trained_fingerprints[published.version] = published.fingerprint
         return published
-
-    @property
-    def trained_fingerprints(self) -> Mapping[PolicyVersion, str]:
-        """Fingerprints of the versions that the trainer has published in this start of the run, including the first."""
-        return self._trained_fingerprints
 
     async def repeat_step(self, step: int) -> None:
         """Let a restored trainer repeat a step on rows that the server still has, and publish the version. Raises
         ActorLost if the weights differ from those published before."""
-        recorded_fingerprint = self._trained_fingerprints[PolicyVersion(step + 1)]
+        recorded_fingerprint = self.trained_fingerprints[PolicyVersion(step + 1)]
         published: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s", restores=True
         )
@@ -119,7 +114,7 @@ class WeightPublisher(ActorClient):
                 f"{self._run_dir}/resume: version {version} is {published.fingerprint}, its step published "
                 f"{fingerprint}; remove the damaged resume point to use an older one"
             )
-        self._trained_fingerprints[version] = published.fingerprint
+        self.trained_fingerprints[version] = published.fingerprint
         self.record_published(published)
 
     async def _fine_tune(self) -> None:
