@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -44,8 +45,8 @@ REPLAYED_BYTES = 32 * 2**20
 
 
 class RunApi:
-    """Answers questions about one run. Thread-safe. Methods raise ConfigError for invalid arguments, StoreError for
-    data that cannot be read."""
+    """Answers questions about one run. Thread-safe. The public methods are the addresses of the API, with their
+    parameters. They raise ConfigError for invalid arguments, StoreError for data that cannot be read."""
 
     def __init__(self, reader: RunReader, other: RunReader | None = None) -> None:
         """other: a second run, whose steps and settings are shown beside those of the first."""
@@ -53,7 +54,7 @@ class RunApi:
         self._replay_lock = threading.Lock()
         self._audit_lock = threading.Lock()
 
-    def run(self, branch: str) -> dict[str, Any]:
+    def run(self, branch: str = MAIN) -> dict[str, Any]:
         """Facts about the run as a whole."""
         config, snapshot = self._reader.config, self._reader.read_snapshot(branch)
         evaluations = self._reader.evaluations()
@@ -92,15 +93,15 @@ class RunApi:
             "charts": [chart.plain() for chart in charts(snapshot.records if snapshot else (), [*config.task.sources])],
         }
 
-    def steps(self, branch: str, first: int, *, other: bool = False, after: str = "") -> dict[str, Any]:
+    def steps(self, branch: str = MAIN, first: int = 0, run: str = "", after: str = "") -> dict[str, Any]:
         """Values of the charts for the steps from index `first` on.
 
         Args:
-            other: Whether of the second run's main branch.
+            run: "other" for the second run's main branch.
             after: The snapshot whose steps the page has; "" if it has none. If steps of it were undone, the answer is
                 `{"reload": True}`.
         """
-        if other:
+        if run == "other":
             snapshot = self._other.read_snapshot() if self._other else None
             return series(snapshot.records if snapshot else (), max(0, first))
         snapshot = self._require_snapshot(branch)
@@ -154,7 +155,9 @@ class RunApi:
             report = audit(snapshot.store)
         return {"verdict": report.verdict, "proves": report.proves, "lines": report.lines}
 
-    def groups(self, branch: str, step: int, where: str, order: str, page: int) -> dict[str, Any]:
+    def groups(
+        self, branch: str = MAIN, step: int = 0, where: str = "", order: str = "trained", page: int = 1
+    ) -> dict[str, Any]:
         """A page of the groups a step trained on, with all their members."""
         snapshot = self._require_snapshot(branch)
         record = next((r for r in snapshot.steps if r.step == step), None)
@@ -172,7 +175,7 @@ class RunApi:
             "groups": self._groups(snapshot, page_of_rows.items, where),
         }
 
-    def batch(self, branch: str, step: int) -> dict[str, Any]:
+    def batch(self, branch: str = MAIN, step: int = 0) -> dict[str, Any]:
         """A step's whole batch with a value per trajectory: reward, length, staleness, and its phases from the
         journal."""
         columns = self._require_snapshot(branch).columns
@@ -187,7 +190,7 @@ class RunApi:
             **{name: [_json_value(value) for value in columns[name][positions].tolist()] for name in names},
         }
 
-    def group(self, branch: str, group: int) -> dict[str, Any]:
+    def group(self, branch: str = MAIN, group: int = 0) -> dict[str, Any]:
         """One group with all its members."""
         snapshot = self._require_snapshot(branch)
         if not (snapshot.columns["group"] == group).any():
@@ -251,7 +254,7 @@ class RunApi:
             limit -= len(text)
         return messages
 
-    def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
+    def trajectories(self, branch: str = MAIN, where: str = "", sort: str = "-step", page: int = 1) -> dict[str, Any]:
         """A page of trajectories, as values of columns."""
         snapshot = self._require_snapshot(branch)
         page_of_rows = listing.trajectories(snapshot.columns, where, sort, page)
@@ -265,10 +268,10 @@ class RunApi:
             "names": {name: column.dtype.kind for name, column in snapshot.columns.items()},
         }
 
-    def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
-        """The beginnings of some trajectories' prompts and responses, by id."""
-        snapshot = self._require_snapshot(branch)
-        positions = sorted(snapshot.position(id) for id in ids[: listing.ROWS_PER_PAGE])  # near ones are read together
+    def excerpts(self, branch: str = MAIN, ids: str = "") -> dict[str, Any]:
+        """The beginnings of some trajectories' prompts and responses, by id. ids: with spaces between them."""
+        snapshot, numbers = self._require_snapshot(branch), re.findall(r"\d{1,18}", ids)[: listing.ROWS_PER_PAGE]
+        positions = sorted(snapshot.position(int(id)) for id in numbers)  # near ones are read together
         texts_by_trajectory = {}
         for row in snapshot.store.at_positions(positions):
             if isinstance(row, UnreadableRow):
@@ -281,7 +284,7 @@ class RunApi:
             }
         return {"texts": texts_by_trajectory}
 
-    def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
+    def distribution(self, branch: str = MAIN, where: str = "", column: str = "reward") -> dict[str, Any]:
         """Histograms of a column over the selected trajectories, trained and dropped, and how these differ in the whole
         run."""
         snapshot = self._require_snapshot(branch)
@@ -292,7 +295,7 @@ class RunApi:
             "bias": snapshot.bias,
         }
 
-    def trajectory(self, branch: str, id: int) -> dict[str, Any]:
+    def trajectory(self, branch: str = MAIN, id: int = 0) -> dict[str, Any]:
         """One trajectory with its tokens, the ids of its group's other members, and its marks in the journal."""
         snapshot = self._require_snapshot(branch)
         position = snapshot.position(id)
@@ -332,7 +335,7 @@ class RunApi:
             "read_share": read_share,
         }
 
-    def story(self, id: int) -> dict[str, Any]:
+    def story(self, id: int = 0) -> dict[str, Any]:
         """A trajectory's story with the coordinator's reasons, from replaying the journal."""
         run_dir = self._reader.run_dir
         size = sum(uncompressed_bytes(file) for _, events in recorded_starts(run_dir) for file in list_files(events))
@@ -345,12 +348,12 @@ class RunApi:
             result = replay_run(run_dir, TrajectoryId(id))
         return {"lines": list(result.story), "difference": result.difference}
 
-    def lanes(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
+    def lanes(self, begin_s: float = 0.0, end_s: float = 1e18, bins: int = 400) -> dict[str, Any]:
         """Instances, trainer and queues over time."""
         with self._reader.journal() as journal:
             return journal.window(begin_s, end_s, bins)
 
-    def compare(self, first: str, second: str) -> dict[str, Any]:
+    def compare(self, first: str = MAIN, second: str = MAIN) -> dict[str, Any]:
         """Compare two branches' rewards for the same trajectories, in total and by step."""
         first_rows, second_rows = self._require_snapshot(first), self._require_snapshot(second)
         return {

@@ -8,11 +8,12 @@ its own is allowed, so that nothing a model wrote is ever executed.
 from __future__ import annotations
 
 import importlib.resources
+import inspect
 import ipaddress
 import json
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -27,7 +28,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from staleflow.pipeline.run_page.api import RunApi
 from staleflow.stores.errors import ConfigError, StaleflowError, raised_as, strerror
-from staleflow.stores.trajectories.repository import MAIN
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -55,57 +55,26 @@ class InvalidQuery(ConfigError):
 def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
     """The ASGI application. names: accepted host names, besides addresses and localhost."""
 
-    def make_endpoint(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
+    def api_route(answer: Callable[..., dict[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
                 if len(request.url.query) > MAX_QUERY_CHARS:
                     raise InvalidQuery(f"the address has more than {MAX_QUERY_CHARS} characters; shorten the filter")
-                return _json(await run_in_threadpool(answer, request))
+                return _json(await run_in_threadpool(answer, **_read_query(request.query_params, answer)))
             except ConfigError as error:
                 return _json({"error": str(error)}, 400)
             except StaleflowError as error:
                 return _json({"error": str(error)}, 500)
 
-        return endpoint
+        return Route(f"/api/{answer.__name__}", endpoint, methods=["GET"])
 
-    def api_route(path: str, answer: Callable[[Request], dict[str, Any]]) -> Route:
-        return Route(f"/api/{path}", make_endpoint(answer), methods=["GET"])
-
+    answers = (
+        run_api.run, run_api.steps, run_api.settings, run_api.result_tables, run_api.audit, run_api.groups,
+        run_api.batch, run_api.group, run_api.trajectories, run_api.excerpts, run_api.distribution, run_api.trajectory,
+        run_api.story, run_api.lanes, run_api.compare,
+    )  # fmt: skip
     routes = [
-        api_route("run", lambda r: run_api.run(_branch(r))),
-        api_route(
-            "steps",
-            lambda r: run_api.steps(
-                _branch(r), _int(r, "first", 0), other=_text(r, "run") == "other", after=_text(r, "after")
-            ),
-        ),
-        api_route("settings", lambda r: run_api.settings()),
-        api_route("beside", lambda r: run_api.result_tables()),
-        api_route("audit", lambda r: run_api.audit()),
-        api_route(
-            "groups",
-            lambda r: run_api.groups(
-                _branch(r), _int(r, "step", 0), _text(r, "where"), _text(r, "order", "trained"), _int(r, "page", 1)
-            ),
-        ),
-        api_route("batch", lambda r: run_api.batch(_branch(r), _int(r, "step", 0))),
-        api_route("group", lambda r: run_api.group(_branch(r), _int(r, "group", 0))),
-        api_route(
-            "trajectories",
-            lambda r: run_api.trajectories(
-                _branch(r), _text(r, "where"), _text(r, "sort", "-step"), _int(r, "page", 1)
-            ),
-        ),
-        api_route("excerpts", lambda r: run_api.excerpts(_branch(r), _ids(r))),
-        api_route(
-            "distribution", lambda r: run_api.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
-        ),
-        api_route("trajectory", lambda r: run_api.trajectory(_branch(r), _int(r, "id", 0))),
-        api_route("story", lambda r: run_api.story(_int(r, "id", 0))),
-        api_route(
-            "lanes", lambda r: run_api.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))
-        ),
-        api_route("compare", lambda r: run_api.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
+        *map(api_route, answers),
         Route("/static/{name}", _file, methods=["GET"]),
         *(Route(path, _page, methods=["GET"]) for path in PAGE_PATHS),
     ]
@@ -133,27 +102,19 @@ def _static(name: str) -> Response:
     return Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8")
 
 
-def _text(request: Request, name: str, default: str = "") -> str:
-    return request.query_params.get(name, default)
+def _read_query(query: Mapping[str, str], answer: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a method of the API that a URL has, in their types. Raises InvalidQuery."""
+    parameters = inspect.signature(answer, eval_str=True).parameters
+    return {name: READERS[p.annotation](name, query[name]) for name, p in parameters.items() if name in query}
 
 
-def _branch(request: Request) -> str:
-    return _text(request, "branch", MAIN)
-
-
-def _int(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name, str(default))
+def _read_int(name: str, text: str) -> int:
     if not re.fullmatch(r"-?\d{1,18}", text):
         raise InvalidQuery(f"{name} = {text[:40]!r} is not a whole number")
     return int(text)
 
 
-def _ids(request: Request) -> list[int]:
-    return [int(text) for text in re.findall(r"\d{1,18}", _text(request, "ids"))]
-
-
-def _float(request: Request, name: str, default: float) -> float:
-    text = request.query_params.get(name, str(default))
+def _read_float(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -161,6 +122,10 @@ def _float(request: Request, name: str, default: float) -> float:
     if not abs(value) <= 1e18:
         raise InvalidQuery(f"{name} = {text[:40]!r} is not a number")
     return value
+
+
+READERS: Mapping[Any, Callable[[str, str], Any]] = {str: lambda _, text: text, int: _read_int, float: _read_float}
+"""Functions that read a value of each type. Arguments: name and text of the value."""
 
 
 class _RequestFilter:

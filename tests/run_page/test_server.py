@@ -193,8 +193,8 @@ def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> Non
         ("trajectory", {"id": "9" * 40}, "is not a whole number"),
         ("distribution", {"column": "fate"}, "'fate' is not a column of numbers"),
         ("excerpts", {"ids": "77"}, "no stored trajectory 77"),
-        ("lanes", {"from": "x"}, "from = 'x' is not a number"),
-        ("lanes", {"from": "nan"}, "from = 'nan' is not a number"),
+        ("lanes", {"begin_s": "x"}, "begin_s = 'x' is not a number"),
+        ("lanes", {"begin_s": "nan"}, "begin_s = 'nan' is not a number"),
         ("steps", {"branch": "better"}, "no branch 'better'"),
         ("compare", {"first": "main", "second": "other"}, "no branch 'other'"),
         ("story", {"id": 0}, "no recorded events"),
@@ -287,7 +287,7 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
     differing = {row["key"]: (row["value"], row["other"]) for row in settings if row["value"] != row["other"]}
     assert differing.pop("staleness.eta") == ("1", "0")
     assert differing.keys() == {"batch.group_size", "runs_dir", "model.path"}
-    difference, time = page.ask("beside")["tables"]
+    difference, time = page.ask("result_tables")["tables"]
     assert difference["title"].endswith(", on the same prompts") and difference["rows"][0][0].startswith("training")
     assert time["columns"][1:] == [run.config.name, str(longer.run_dir)] and time["rows"][0][0] == "seconds"
 
@@ -295,4 +295,4 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
 def test_without_a_second_run_its_steps_are_empty(page: Page) -> None:
     assert page.ask("run")["other"] is None
     assert page.ask("steps", run="other")["step"] == []
-    assert page.ask("beside")["tables"] == []
+    assert page.ask("result_tables")["tables"] == []

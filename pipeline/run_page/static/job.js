@@ -8,7 +8,7 @@ import { failure } from "./parts.js";
 export async function jobView(run) {
   const all = value("all") === "1";
   const { settings } = await ask("settings");
-  const { tables } = run.other ? await ask("beside") : { tables: [] };
+  const { tables } = run.other ? await ask("result_tables") : { tables: [] };
   const differs = (row) => (run.other ? row.value !== row.other : row.value !== row.default);
   const rows = settings
     .filter((row) => all || differs(row))

@@ -21,7 +21,7 @@ const OF_MANY_TURNS = "waiting for their environment";
 export async function lanesView(run) {
   const bins = Math.min(600, Math.max(120, Math.round(innerWidth / 3)));
   const asked = () =>
-    ask("lanes", { ...(value("from") && { from: value("from") }), ...(value("to") && { to: value("to") }), bins });
+    ask("lanes", { ...(value("from") && { begin_s: value("from") }), ...(value("to") && { end_s: value("to") }), bins });
   let found = await asked();
   const [above, below] = [h("div"), h("div")];
   const plot = h("div", { class: "lanes" });
