@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,16 @@ POOL_MIN_TOKENS = 2**25
 """Tokens of a store above which starting processes saves time."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditPlan:
-    """Number of processes and block size of an audit."""
+def make_plan(memory_mib: int, workers: int, num_tokens: int) -> tuple[int, int]:
+    """Plan the audit of a store of `num_tokens` tokens with at most `workers` processes.
 
-    workers: int
-    """Number of local worker processes; 0: only this process."""
-    max_tokens: int
-    """Tokens per block of each process."""
-
-
-def make_plan(memory_mib: int, workers: int, num_tokens: int) -> AuditPlan:
-    """Plan the audit of a store of `num_tokens` tokens with at most `workers` processes. Raises ConfigError if the
-    limit is too low for one.
+    Returns the number of local worker processes, 0 for only this process, and the tokens per block of each process.
+    Raises ConfigError if the limit is too low for one.
 
     >>> make_plan(1024, 2, 10**9)
-    AuditPlan(workers=2, max_tokens=1277952)
+    (2, 1277952)
     >>> make_plan(512, 2, 10**9)
-    AuditPlan(workers=0, max_tokens=2097152)
+    (0, 2097152)
     """
     if workers > 1 and num_tokens > POOL_MIN_TOKENS:
         for count in range(workers, 1, -1):
@@ -47,12 +38,12 @@ def make_plan(memory_mib: int, workers: int, num_tokens: int) -> AuditPlan:
             block_mib = (memory_mib - PROCESS_WITH_POOL_MIB - count * WORKER_MIB) // (count + 1)
             max_tokens = block_mib * MIB // BYTES_PER_TOKEN
             if max_tokens >= MIN_TOKENS:
-                return AuditPlan(count, min(max_tokens, MAX_TOKENS))
+                return count, min(max_tokens, MAX_TOKENS)
     max_tokens = (memory_mib - PROCESS_MIB) * MIB // BYTES_PER_TOKEN
     if max_tokens < MIN_TOKENS:
         min_mib = PROCESS_MIB + MIN_TOKENS * BYTES_PER_TOKEN // MIB
         raise ConfigError(f"memory limit of {memory_mib} MiB: an audit takes at least {min_mib} MiB")
-    return AuditPlan(0, min(max_tokens, MAX_TOKENS))
+    return 0, min(max_tokens, MAX_TOKENS)
 
 
 def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
@@ -74,13 +65,13 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
         num_tokens = store.summary().num_tokens
     except StoreError:
         num_tokens = 0  # the audit reports the damage
-    plan = make_plan(memory_mib, workers if client is None else 0, num_tokens)
-    if client is None and not plan.workers:
-        return audit(store, max_tokens=plan.max_tokens)
+    num_workers, max_tokens = make_plan(memory_mib, workers if client is None else 0, num_tokens)
+    if client is None and not num_workers:
+        return audit(store, max_tokens=max_tokens)
     from staleflow.pipeline.stored_runs.pool import open_pool  # takes a second
 
-    with open_pool(client, plan.workers) as pool:
-        return audit(store, pool.run, plan.max_tokens)
+    with open_pool(client, num_workers) as pool:
+        return audit(store, pool.run, max_tokens)
 
 
 def add_history_findings(report: AuditReport, path: Path) -> AuditReport:

@@ -41,9 +41,8 @@ from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
 from staleflow.tasks.sources.task_sources import LabelledRecord, make_reward
 
 if TYPE_CHECKING:
-    from staleflow.tasks.sources.prompts import Prompts, PromptSettings
+    from staleflow.tasks.sources.prompts import Prompts
     from staleflow.tasks.sources.reward_process import ScoringSettings
-    from staleflow.tasks.sources.task_sources import SourceSettings
 
 CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
 """Prefixes of the keys that may be changed for scoring again."""
@@ -113,11 +112,7 @@ def rescore(
     errors: dict[int, str] = {}
     num_done = 0
     config, code = user_files.collect_code(config, user_files.scoring_keys(config))
-    # From the store's header, since the job might draw other prompts for its groups now.
-    prompts = actor_settings.prompt_settings(
-        config, num_held_out=store.header.num_held_out, max_prompt_tokens=store.header.max_prompt_tokens
-    )
-    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
+    settings = pickle.dumps((config, code, store.header))
     with open_pool(client, workers) as pool:
         calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))
         for start, block in pool.run(score_rows, calls):
@@ -313,31 +308,19 @@ def _make_reward_item(prompts: Prompts, trajectory: Trajectory, record: Mapping[
 @cache_per_process(1)
 def _load_inputs(settings: bytes) -> tuple[Prompts, ScoringSettings]:
     """The prompts, which decode responses and draw records, and the settings of their scoring."""
-    prompts: PromptSettings
-    scoring: ScoringSettings
-    prompts, scoring, code = pickle.loads(settings)
+    config, code, header = pickle.loads(settings)
     if code:  # user code, sent from the machine that runs the command
         folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        for file, text in code.items():
-            (folder / file).write_text(text, "utf-8")
-
-        def relocate(reference: str) -> str:
-            return f"{folder}/{reference}" if reference.rpartition(":")[0] in code else reference
-
-        def relocate_source(source: SourceSettings) -> SourceSettings:
-            task = source.task
-            task = dataclasses.replace(task, source=relocate(task.source), eval_source=relocate(task.eval_source))
-            return dataclasses.replace(source, task=task)
-
-        reward = scoring.reward
-        parts = {
-            name: dataclasses.replace(part, function=relocate(part.function)) for name, part in reward.parts.items()
-        }
-        reward = dataclasses.replace(reward, function=relocate(reward.function), parts=parts)
-        scoring = dataclasses.replace(scoring, reward=reward, source=relocate_source(scoring.source))
-        prompts = dataclasses.replace(prompts, source=relocate_source(prompts.source))
-    return prompts.build(), scoring
+        (folder / "code").mkdir()
+        for name, text in code.items():
+            user_files.copied_path(folder / "code", name).write_text(text, "utf-8")
+        config = user_files.with_code_in(config, folder / "code", code)
+    # From the store's header, since the job might draw other prompts for its groups now.
+    prompts = actor_settings.prompt_settings(
+        config, num_held_out=header.num_held_out, max_prompt_tokens=header.max_prompt_tokens
+    )
+    return prompts.build(), actor_settings.scoring_settings(config)
 
 
 _per_thread = threading.local()

@@ -4,7 +4,7 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.stored_runs.response_texts import decode_row
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.dataframes import import_offline_module
+from staleflow.stores.trajectories.dataframes import RowTexts, import_offline_module, plain_row
 from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
 from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
@@ -44,6 +44,10 @@ class StoredTrajectory:
     """Why sampling ended: "stop", "length", or "unfinished"."""
     v_traj: int
     """Oldest policy version that any of its sampled tokens may come from."""
+    v_min: int
+    """Oldest policy version that sampled one of its tokens; -1 if nothing was sampled."""
+    v_max: int
+    """Newest policy version that sampled one of its tokens; -1 if nothing was sampled."""
     staleness: int
     """step - v_traj, in policy versions, at most the run's bound; -1 if it was not consumed."""
     reward: float
@@ -88,47 +92,16 @@ class StoredTrajectory:
     @classmethod
     def of(cls, row: EndedTrajectory, detokenizer: Detokenizer | None = None) -> StoredTrajectory:
         """Build the record of a stored row. detokenizer: decodes its tokens; without one, texts are empty."""
-        t = row.trajectory
-        texts = None if detokenizer is None else decode_row(t, detokenizer)
+        texts = RowTexts("", "", []) if detokenizer is None else decode_row(row.trajectory, detokenizer)
+        cells = plain_cells(row)
         return cls(
-            id=int(t.id),
-            group=int(t.group),
-            step=row.step,
-            fate=row.fate.value,
-            reason=row.reason.value,
-            finish=t.finish.value,
-            v_traj=int(t.v_traj),
-            staleness=row.staleness,
-            reward=t.reward,
-            advantage=row.advantage,
-            loss_mask=row.loss_mask,
-            error=t.error,
-            reward_parts=t.reward_parts,
-            turns=len(t.turns),
-            tool_s=t.tool_s,
-            arrived_s=t.timings.arrived_s,
-            routed_s=t.timings.routed_s,
-            sampled_s=t.timings.sampled_s,
-            rewarded_s=t.timings.rewarded_s,
-            prompt="" if texts is None else texts.prompt,
-            response="" if texts is None else texts.response,
-            messages=() if texts is None else tuple(texts.messages),
-            prompt_ids=t.prompt_tokens,
-            response_ids=t.response_tokens,
-            logprobs=t.logprobs,
-            versions=t.versions,
-            sampled=t.sampled,
+            id=cells["trajectory"],
+            reward_parts=row.trajectory.reward_parts,
+            prompt=texts.prompt,
+            response=texts.response,
+            messages=tuple(texts.messages),
+            **{field.name: cells[field.name] for field in fields(cls) if field.name in cells},
         )
-
-    @property
-    def v_min(self) -> int:
-        """Oldest policy version that sampled one of its tokens; -1 if nothing was sampled."""
-        return int(self.versions[self.sampled].min()) if self.sampled.any() else -1
-
-    @property
-    def v_max(self) -> int:
-        """Newest policy version that sampled one of its tokens; -1 if nothing was sampled."""
-        return int(self.versions.max(initial=-1))
 
     @property
     def num_sampled(self) -> int:
@@ -138,6 +111,11 @@ class StoredTrajectory:
     def __repr__(self) -> str:
         text = f": {self.prompt[-40:]!r} -> {self.response[:40]!r}" if self.response else ""
         return f"<StoredTrajectory {self.id}, {self.fate} at step {self.step}, reward {self.reward:.3f}{text}>"
+
+
+def plain_cells(row: EndedTrajectory) -> dict[str, Any]:
+    """The columns of a stored row by name, numbers as those of Python."""
+    return {name: cell.item() if isinstance(cell, np.generic) else cell for name, cell in plain_row(row).items()}
 
 
 def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:

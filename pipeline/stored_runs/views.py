@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.response_texts import MessageSpan, make_display_detokenizer, message_spans
+from staleflow.pipeline.stored_runs.stored_trajectories import plain_cells
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.columns import has_reward
 from staleflow.stores.trajectories.selection import Selection
@@ -30,6 +31,11 @@ ORDERS: dict[Order, tuple[str, int]] = {
     "longest": ("response_tokens", -1),
 }
 """The column and sort direction of each order."""
+FACTS = (
+    "trajectory", "group", "fate", "reason", "step", "v_traj", "staleness", "finish", "reward", "advantage",
+)  # fmt: skip
+TURN_FACTS = ("turns", "given_tokens", "tool_s")
+"""Columns that are displayed as facts of a trajectory, and those of one with steps of an environment besides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,20 +161,5 @@ def make_trajectory_view(
 
 def make_facts(row: EndedTrajectory) -> dict[str, object]:
     """The displayed facts of a stored row besides its tokens, by name, in display order."""
-    t = row.trajectory
-    turns = (
-        {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_env_steps else {}
-    )
-    return {
-        "trajectory": int(t.id),
-        "group": int(t.group),
-        "fate": row.fate.value,
-        "reason": row.reason.value,
-        "step": row.step,
-        "v_traj": int(t.v_traj),
-        "staleness": row.staleness,
-        "finish": t.finish.value,
-        "reward": t.reward,
-        "advantage": row.advantage,
-        **turns,
-    }
+    cells = plain_cells(row)
+    return {name: cells[name] for name in (*FACTS, *(TURN_FACTS if row.trajectory.has_env_steps else ()))}

@@ -22,17 +22,17 @@ from tests.stores.test_stores import edit, set_int, valid_store
 def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None:
     for memory in (300, 512, 1024, 4096):
         for workers in (1, 2, 8, 64):
-            plan = make_plan(memory, workers, 10**10)
+            num_workers, max_tokens = make_plan(memory, workers, 10**10)
             processes = (
-                auditing.PROCESS_WITH_POOL_MIB + plan.workers * auditing.WORKER_MIB
-                if plan.workers
+                auditing.PROCESS_WITH_POOL_MIB + num_workers * auditing.WORKER_MIB
+                if num_workers
                 else auditing.PROCESS_MIB
             )
-            reading = (plan.workers + 1) * plan.max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
+            reading = (num_workers + 1) * max_tokens * auditing.BYTES_PER_TOKEN / auditing.MIB
             assert processes + reading <= memory
-            assert plan.workers <= workers
-            assert plan.max_tokens >= auditing.MIN_TOKENS
-    assert make_plan(4096, 8, 1000).workers == 0, "a small store is read here"
+            assert num_workers <= workers
+            assert max_tokens >= auditing.MIN_TOKENS
+    assert make_plan(4096, 8, 1000)[0] == 0, "a small store is read here"
     with pytest.raises(ConfigError, match=r"^memory limit of 100 MiB: an audit takes at least 216 MiB"):
         make_plan(100, 2, 10)
 

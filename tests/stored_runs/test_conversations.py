@@ -134,8 +134,8 @@ def score_rows(run: StoredRun, reward: str, template: str = "{prompt}") -> rewar
     """Score all rows of a run again, with task.template set."""
     task = dataclasses.replace(run.config.task, template=template)
     config = reward_rescoring._replace_reward(dataclasses.replace(run.config, task=task), reward)
-    prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None)
-    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
+    header = dataclasses.replace(run.store.header, num_held_out=0, max_prompt_tokens=None)
+    settings = pickle.dumps((config, {}, header))
     try:
         return reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)[1]
     finally:
