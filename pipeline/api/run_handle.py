@@ -12,7 +12,7 @@ import html
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute
-from staleflow.pipeline.jobs.reporter import WarningHandler
+from staleflow.pipeline.jobs.reporter import capturing_warnings
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import ConfigError
@@ -217,23 +217,15 @@ class RunHandle:
                 self._progress.print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
-        with self._stop, self._printing_warnings():
+        def print_warning(message: str) -> None:
+            self._progress.print(f"warning: {printable(message)}")
+
+        # Of this driver only. A run's own log has a handler, so Python itself prints nothing.
+        with self._stop, capturing_warnings(print_warning, threading.get_ident()):
             end = await execute(
                 self._job, self._progress, resume=self._resume, stop=self._stop, security=self._security
             )
         return RunResult(run_dir=end.run_dir, stopped=end.stopped, summary=end.summary)
-
-    @contextlib.contextmanager
-    def _printing_warnings(self) -> Iterator[None]:
-        """Meanwhile, print what this run's driver warns of: a run's own log has a handler, so Python prints nothing."""
-        driver, log = threading.get_ident(), logging.getLogger("staleflow")
-        handler = WarningHandler(lambda message: self._progress.print(f"warning: {printable(message)}"))
-        handler.addFilter(lambda record: record.thread == driver)
-        log.addHandler(handler)
-        try:
-            yield
-        finally:
-            log.removeHandler(handler)
 
     def _state(self) -> RunState:
         if self._result is not None:

@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,13 @@ OTHER_PATH_KEYS = ("workload.run", "cluster.scheduler_file", *TLS_KEYS)
 """Keys that may name another file or folder."""
 
 
-def code_keys(
-    part_names: Iterable[str], num_tools: int, set_names: Iterable[str], source_names: Iterable[str] = ()
-) -> tuple[str, ...]:
-    """Return the keys that may name user code in a job with these reward parts, tools, evaluation sets and task
-    sources."""
-    source_keys = (f"task.sources.{name}.{key}" for name in source_names for key in TASK_SOURCE_CODE_KEYS)
-    reward_keys = (f"reward.parts.{name}.function" for name in part_names)
-    set_keys = (f"evaluation.sets.{name}.{key}" for name in set_names for key in ("source", "reward"))
-    return (*CODE_KEYS, *reward_keys, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *set_keys, *source_keys)
-
-
 def code_keys_of(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of a job that may name user code."""
-    return code_keys(config.reward.parts, len(config.environment.tools), config.evaluation.sets, config.task.sources)
+    tool_keys = (f"{TOOLS_KEY}.{i}" for i in range(len(config.environment.tools)))
+    source_keys = (f"task.sources.{name}.{key}" for name in config.task.sources for key in TASK_SOURCE_CODE_KEYS)
+    reward_keys = (f"reward.parts.{name}.function" for name in config.reward.parts)
+    set_keys = (f"evaluation.sets.{name}.{key}" for name in config.evaluation.sets for key in ("source", "reward"))
+    return (*CODE_KEYS, *reward_keys, *tool_keys, *set_keys, *source_keys)
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:

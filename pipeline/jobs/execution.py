@@ -75,7 +75,7 @@ async def execute(
         stop: Request to stop the run.
         security: Dask's security object for the cluster that the job names, without `task`.
     """
-    from staleflow.pipeline.jobs.reporter import Reporter, write_record
+    from staleflow.pipeline.jobs.reporter import Reporter, capturing_warnings, write_record
     from staleflow.pipeline.jobs.summary import summarize, write_report
     from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
@@ -122,7 +122,7 @@ async def execute(
             if forecasting is not None and (line := await forecasting):
                 listener.on_line(line)
             actors = Actors(config, workers, run_dir, facts)
-            with reporter.capturing_warnings():
+            with capturing_warnings(reporter.on_line):
                 report = await _train(
                     config, actors, workers, reporter, listener, (fingerprints, source_changes), stop, resume=resume
                 )

@@ -50,6 +50,20 @@ class WarningHandler(logging.Handler):
             self.handleError(record)
 
 
+@contextlib.contextmanager
+def capturing_warnings(write: Callable[[str], object], thread: int | None = None) -> Iterator[None]:
+    """Context manager: calls `write` with the message of each logged warning. thread: ident of the only thread whose
+    warnings count; None: those of all threads do."""
+    handler, log = WarningHandler(write), logging.getLogger("staleflow")
+    if thread is not None:
+        handler.addFilter(lambda record: record.thread == thread)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 class Reporter(RunListener):
     """Sends one run's progress and log lines to the registry. num_steps: number of training steps of the run. run_dir:
     the run folder, which stores them too."""
@@ -114,16 +128,6 @@ class Reporter(RunListener):
         """Append a line to the run's log and to this process's log."""
         self.on_line(line)
         logger.info(line)
-
-    @contextlib.contextmanager
-    def capturing_warnings(self) -> Iterator[None]:
-        """Context manager: appends logged warnings to the run's log."""
-        handler = WarningHandler(self.on_line)
-        logging.getLogger("staleflow").addHandler(handler)
-        try:
-            yield
-        finally:
-            logging.getLogger("staleflow").removeHandler(handler)
 
     async def report_until_done(self, driver: Driver, workers: DaskWorkers) -> None:
         """Report regularly while the driver runs. Stops it, or retires an instance, when requested."""

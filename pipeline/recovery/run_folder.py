@@ -42,8 +42,6 @@ OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event or a report after which a process of another machine counts as dead, because its process id
 cannot be checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
-MOVED_PATH_KEYS = (*user_files.MODEL_KEYS, "workload.run")
-"""Keys of a job whose values may be paths into the run's folder, besides those of user code."""
 
 
 class FolderInUse(ConfigError):
@@ -130,39 +128,19 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     """
     tree = loading.read_tree(run_dir / file)
     new_dir, path_parts = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
-    is_job = all(isinstance(part, str) for part in path_parts)  # if not, loading raises the error below
-    tools = _value_at(tree, "environment", "tools")
-    num_tools = len(tools) if isinstance(tools, list) else 0
-    code = user_files.code_keys(
-        _names(tree, "reward", "parts"),
-        num_tools,
-        _names(tree, "evaluation", "sets"),
-        _names(tree, "task", "sources"),
-    )
-    for path in (*MOVED_PATH_KEYS, *code) if is_job else ():
-        *tables, key = path.split(".")
-        section = _value_at(tree, *tables)
-        index = int(key) if isinstance(section, list) else key
-        if isinstance(value := _value_at(section, key), str):
-            section[index] = _move_path(value, str(Path(*path_parts)), str(new_dir))
+    if all(isinstance(part, str) for part in path_parts):  # if not, loading raises the error below
+        tree = _move_paths(tree, str(Path(*path_parts)), str(new_dir))
     config = loading.from_tree_with_overrides(tree, overrides, str(run_dir / file))
     return user_files.with_run_dir(config, new_dir)
 
 
-def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
-    """Return the names in a table of an unchecked job, such as those of the parts of its reward."""
-    table = _value_at(tree, *path)
-    return list(table) if isinstance(table, dict) else []
-
-
-def _value_at(tree: Any, *path: str) -> Any:
-    """Return the value at a path of keys in an unchecked job; None if there is none."""
-    for name in path:
-        if isinstance(tree, list):
-            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
-        else:
-            tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
+def _move_paths(node: Any, old_dir: str, new_dir: str) -> Any:
+    """Return an unchecked job, or a part of one, with `_move_path` applied to all of its texts."""
+    if isinstance(node, dict):
+        return {key: _move_paths(value, old_dir, new_dir) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_move_paths(value, old_dir, new_dir) for value in node]
+    return _move_path(node, old_dir, new_dir) if isinstance(node, str) else node
 
 
 def _move_path(value: str, old_dir: str, new_dir: str) -> str:
@@ -173,6 +151,8 @@ def _move_path(value: str, old_dir: str, new_dir: str) -> str:
     >>> _move_path("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
+    if old_dir not in value:
+        return value
     source = kind_of(value)
     kind = "" if source is None else f"{source.name}:"
     file = value.removeprefix(kind)

@@ -24,7 +24,7 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs import execution
 from staleflow.pipeline.jobs.execution import RunEnd
-from staleflow.pipeline.jobs.reporter import Reporter, WarningHandler
+from staleflow.pipeline.jobs.reporter import Reporter, WarningHandler, capturing_warnings
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
 from tests.commands import command
@@ -47,7 +47,7 @@ async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEn
     """A run reported and logged as by the command, without a cluster."""
     reporter = Reporter("a-job", 2, Path("runs/none"))
     listeners = RunListeners(reporter, listener)
-    with reporter.capturing_warnings():
+    with capturing_warnings(reporter.on_line):
         listener.on_line("Dask dashboard: nowhere")
         listeners.on_phase("evaluating version 0")
         listeners.on_status(make_coordinator(config).snapshot(), RunReport())
