@@ -11,7 +11,7 @@ from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
-from staleflow.tasks.training.microbatches import BatchMessage, RowArrays, message_end
+from staleflow.tasks.training.microbatches import BatchMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class StepBatches:
         """Return rows of a step from row `start` on, as many as fit into a message. The rows of a step that is not in
         flight are read from the store."""
         if step in self._in_flight.batches:
-            return await _pack_message(self.batch(step).rows, start)
+            return await asyncio.to_thread(BatchMessage.of, self.batch(step).rows, start)
         if step != self._repeated_step or not start:
             self._repeated_batch, self._repeated_step = await self._store_thread.consumed_rows(step), step
-        message = await _pack_message(self._repeated_batch, start)
+        message = await asyncio.to_thread(BatchMessage.of, self._repeated_batch, start)
         if not message.num_remaining:
             self._repeated_batch, self._repeated_step = [], -1
         return message
@@ -85,10 +85,3 @@ class StepBatches:
     def forget_all(self) -> None:
         """Drop all batches, because their steps are undone."""
         self._batches.clear()
-
-
-async def _pack_message(rows: list[EndedTrajectory], start: int) -> BatchMessage:
-    """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
-    stop = message_end(rows, start)
-    arrays = await asyncio.to_thread(RowArrays.of, rows[start:stop])
-    return BatchMessage(arrays=arrays, num_remaining=len(rows) - stop)

@@ -6,14 +6,15 @@ weights are fixed over the whole minibatch first, so how it is split cannot chan
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.context_branches import ContextBranch
-from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, Trajectory
+from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training.microbatch_split import split_by_prompt, split_microbatches
 from staleflow.tasks.training.shared_prompts import equal_indices
@@ -21,6 +22,8 @@ from staleflow.tasks.training.shared_prompts import equal_indices
 MESSAGE_BYTES = 32 * 2**20
 """Maximum number of bytes of rows in a message to the trainer. A process that sends or receives a message has two
 copies of it in memory, and does little else meanwhile."""
+ROW_BYTES = 160
+"""Bytes of a row in a message, about, without its tokens."""
 MAX_LAG = 2**15 - 1
 """Largest lag that a row can represent; larger ones are stored as this."""
 LogprobsByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -87,86 +90,6 @@ class Row:
         return self.num_sampled - int(np.count_nonzero(self.usable))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowArrays:
-    """Rows packed for transfer into twelve arrays, since each array of a message has overhead."""
-
-    prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
-    response_tokens: npt.NDArray[np.int32]  # [sum of T]
-    behaviour: npt.NDArray[np.float32]  # [sum of T]
-    sampled: npt.NDArray[np.bool_]  # [sum of T]
-    lags: npt.NDArray[np.int16]  # [sum of T]
-    lengths: npt.NDArray[np.int64]  # [N, 2] prompt and response length of each row
-    advantages: npt.NDArray[np.float32]  # [N]
-    staleness: npt.NDArray[np.int64]  # [N]
-    trained: npt.NDArray[np.bool_]  # [N]
-    groups: npt.NDArray[np.int64]  # [N]
-    branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    """[K, 3] row, start and parent_end of each branch, in order"""
-    reference: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[sum of T] NaN for rows without; empty if all are"""
-
-    @classmethod
-    def of(cls, batch: Sequence[EndedTrajectory]) -> RowArrays:
-        """Pack the rows that a step consumes; at least one."""
-        trajectories = [e.trajectory for e in batch]
-        return cls(
-            prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
-            response_tokens=np.concatenate([t.response_tokens for t in trajectories]),
-            behaviour=np.concatenate([t.logprobs for t in trajectories]),
-            sampled=np.concatenate([t.sampled for t in trajectories]),
-            lags=np.concatenate([_lags(e) for e in batch]),
-            lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
-            advantages=np.asarray([e.advantage for e in batch], np.float32),
-            staleness=np.asarray([e.staleness for e in batch], np.int64),
-            trained=np.asarray([e.loss_mask for e in batch], bool),
-            groups=np.asarray([t.group for t in trajectories], np.int64),
-            branches=np.asarray(
-                [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
-            ).reshape(-1, 3),
-            reference=_reference_array(trajectories),
-        )
-
-    def rows(self) -> list[Row]:
-        """The rows, as views of these arrays."""
-        ends = self.lengths.cumsum(axis=0)
-        starts = ends - self.lengths
-        branches: dict[int, list[ContextBranch]] = {}
-        for row, start, after in self.branches.tolist():
-            branches.setdefault(row, []).append(ContextBranch(start, after))
-        return [
-            Row(
-                prompt=self.prompt_tokens[starts[i, 0] : ends[i, 0]],
-                response=self.response_tokens[starts[i, 1] : ends[i, 1]],
-                behaviour=self.behaviour[starts[i, 1] : ends[i, 1]],
-                sampled=self.sampled[starts[i, 1] : ends[i, 1]],
-                advantage=float(self.advantages[i]),
-                staleness=int(self.staleness[i]),
-                trained=bool(self.trained[i]),
-                lags=self.lags[starts[i, 1] : ends[i, 1]],
-                group=int(self.groups[i]),
-                branches=tuple(branches.get(i, ())),
-                reference=self._reference(slice(starts[i, 1], ends[i, 1])),
-            )
-            for i in range(len(self.lengths))
-        ]
-
-    def _reference(self, tokens: slice) -> npt.NDArray[np.float32] | None:
-        """The reference's logprobs of a row's response; None if it has none."""
-        values = self.reference[tokens]
-        return None if np.isnan(values).all() else values
-
-
-def _reference_array(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float32]:
-    """Logprobs under the reference as RowArrays has them."""
-    if all(t.teacher_logprobs is None for t in trajectories):
-        return np.zeros(0, np.float32)
-    return np.concatenate(
-        [np.full(t.num_tokens, np.nan, np.float32) if t.teacher_logprobs is None else t.teacher_logprobs
-         for t in trajectories]
-    )  # fmt: skip
-
-
 def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
     """[T] lags of a stored trajectory's tokens; 0 for tokens of environments."""
     versions = row.trajectory.versions
@@ -177,20 +100,33 @@ def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
 class BatchMessage:
     """A message with rows of a step's batch. num_remaining: number of rows that follow in later messages."""
 
-    arrays: RowArrays
+    pickled_rows: bytes
     num_remaining: int
 
+    @classmethod
+    def of(cls, batch: Sequence[EndedTrajectory], start: int) -> BatchMessage:
+        """Pack the rows that a step consumes from row `start` on, as many as fit. Takes some 50 us a row, so not on an
+        event loop."""
+        stop = message_end(batch, start)
+        return cls(
+            pickled_rows=pickle.dumps([Row.of(row) for row in batch[start:stop]]), num_remaining=len(batch) - stop
+        )
 
-def message_end(batch: Sequence[EndedTrajectory], start: int, max_bytes: int = MESSAGE_BYTES) -> int:
+    def rows(self) -> list[Row]:
+        """Unpack the rows."""
+        rows: list[Row] = pickle.loads(self.pickled_rows)
+        return rows
+
+
+def message_end(batch: Sequence[EndedTrajectory], start: int) -> int:
     """Index after the last row of the message that starts with row `start`: as many rows as fit, at least one."""
     num_bytes, stop = 0, start
     while stop < len(batch):
         trajectory = batch[stop].trajectory
-        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, 4 more with the
-        # reference's, a row 37 besides.
+        # A prompt's token takes 4 bytes, a response's 11 with its logprob, 4 more with the reference's.
         token_bytes = 11 if trajectory.teacher_logprobs is None else 15
-        num_bytes += 4 * len(trajectory.prompt_tokens) + token_bytes * trajectory.num_tokens + 37
-        if num_bytes > max_bytes and stop > start:
+        num_bytes += 4 * len(trajectory.prompt_tokens) + token_bytes * trajectory.num_tokens + ROW_BYTES
+        if num_bytes > MESSAGE_BYTES and stop > start:
             break
         stop += 1
     return stop

@@ -59,6 +59,13 @@ PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=
 """Prompts of six tokens; no other part of it is used."""
 
 
+def _row_bytes(row: Row) -> bytes:
+    """All that a row holds, for a digest."""
+    arrays = (row.prompt, row.response, row.behaviour, row.sampled, row.lags)
+    numbers = (row.advantage, row.staleness, row.trained, row.group, row.branches)
+    return b"".join(np.asarray(array).tobytes() for array in arrays) + repr(numbers).encode()
+
+
 @dataclass(kw_only=True)
 class World:
     """State shared by the actors of a run: durations, stored data, weights on each host."""
@@ -539,16 +546,15 @@ class PlayedTrainer:
     ) -> PublishedStep:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        parts: list[BatchMessage] = []
-        while not parts or parts[-1].num_remaining:
-            first = sum(len(part.arrays.lengths) for part in parts)
-            parts.append(
-                await call_actor(
-                    server, "batch", step, trajectories, versions, first, timeout_s=self._call_s, actor_name="server"
-                )
+        rows: list[Row] = []
+        num_remaining = 1
+        while num_remaining:
+            message: BatchMessage = await call_actor(
+                server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
             )
-        arrays = [array for part in parts for array in dataclasses.astuple(part.arrays)]
-        digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
+            rows += message.rows()
+            num_remaining = message.num_remaining
+        digest = hashlib.blake2b(b"".join(map(_row_bytes, rows))).hexdigest()
         if self._saving is not None:
             await self._saving
         with self._world.training():

@@ -11,14 +11,14 @@ import torch
 
 from staleflow.stores.context_branches import ContextBranch, context_positions
 from staleflow.tasks.training.branch_sequences import BranchSequences
-from staleflow.tasks.training.microbatches import Row, RowArrays
+from staleflow.tasks.training.microbatches import BatchMessage, Row
 from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 
 
 def test_a_row_with_branches_becomes_one_sequence_per_branch() -> None:
     row = Row.of(branching_row())
-    (packed,) = RowArrays.of([branching_row()]).rows()
+    (packed,) = BatchMessage.of([branching_row()], 0).rows()
     assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
     sequences = BranchSequences.of([row])
     assert sequences.sequences_of_row == ((0, 1, 2, 3),)

@@ -41,7 +41,7 @@ from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import EngineLoad, FailedRequest, LoadResult, Request, SampledTokens, TokenScores
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.microbatches import RowArrays
+from staleflow.tasks.training.microbatches import BatchMessage
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.driver_runs import EVALUATED
@@ -485,7 +485,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     await asyncio.sleep(1.0)
     await instance.next_events(first, 0.1)
     versions = (PolicyVersion(0), PolicyVersion(0))
-    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).arrays
+    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
     ending = Ending(
         trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
     )
@@ -494,9 +494,9 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     second = server_class(world)(replace(settings, resumed=True), 20.0)
     assert repr(second._in_flight) == repr(first._in_flight)
     await second.discard((ending,), (PolicyVersion(0),))
-    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).arrays
-    np.testing.assert_array_equal(again.response_tokens, packed.response_tokens)
-    np.testing.assert_array_equal(again.advantages, packed.advantages)
+    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
+    assert [row.response.tolist() for row in again] == [row.response.tolist() for row in packed]
+    assert [row.advantage for row in again] == [row.advantage for row in packed]
     drawn = await second.draw(0, 5)
     assert [(g.group, g.source, g.task) for g in drawn] == [(group, 0, -1) for group in range(5)]
     undelivered: list[Any] = instance._undelivered_events
@@ -737,24 +737,24 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
     ids = (TrajectoryId(0), TrajectoryId(1))
     await server.deliver([whole_response(i) for i in ids])
     decoding, packing = Gate(), Gate()
-    text, pack = server._prompts.text, RowArrays.of
+    text, pack = server._prompts.text, BatchMessage.of
 
     def decode(tokens: list[int]) -> str:
         decoding.wait()
         decoded: str = text(tokens)
         return decoded
 
-    def packed(rows: list[EndedTrajectory]) -> RowArrays:
+    def packed(rows: list[EndedTrajectory], start: int) -> BatchMessage:
         packing.wait()
-        return pack(rows)
+        return pack(rows, start)
 
     monkeypatch.setattr(server._prompts, "text", decode)
-    monkeypatch.setattr(RowArrays, "of", packed)
+    monkeypatch.setattr(BatchMessage, "of", packed)
     scoring, _ = await asyncio.gather(server.scoring_items(ids, (0,) * len(ids)), decoding.open())
     assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
     monkeypatch.setattr(server._prompts, "text", text)
     score = ScoredResponse(reward=1.0)
     await server.record_rewards([RewardItem(i.trajectory, i.num_tokens, i.route_number, score) for i in scoring])
     part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
-    assert (len(part.arrays.rows()), part.num_remaining) == (2, 0)
+    assert (len(part.rows()), part.num_remaining) == (2, 0)
     await server.close()

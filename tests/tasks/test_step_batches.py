@@ -28,7 +28,8 @@ from staleflow.stores.trajectory import (
 from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, message_end, microbatches
+from staleflow.tasks.training import microbatches as microbatches_module
+from staleflow.tasks.training.microbatches import MAX_LAG, ROW_BYTES, BatchMessage, Row, microbatches
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from tests.stores.store_conformance import HEADER
 from tests.support.bodies import Body
@@ -73,14 +74,15 @@ def same_row(first: Row, second: Row) -> bool:
     return arrays and all(getattr(first, n) == getattr(second, n) for n in ("advantage", "staleness", "trained"))
 
 
-def num_bytes(packed: RowArrays) -> int:
-    return sum(getattr(packed, name).nbytes for name in RowArrays.__slots__)
+def num_bytes(rows: list[Row]) -> int:
+    arrays = (getattr(row, name) for row in rows for name in ("prompt", "response", "behaviour", "sampled", "lags"))
+    return sum(int(array.nbytes) for array in arrays) + ROW_BYTES * len(rows)
 
 
 @given(LENGTHS)
 def test_rows_survive_packing(lengths: list[tuple[int, list[int]]]) -> None:
     data = consumed_rows_of(lengths)
-    assert all(same_row(a, Row.of(b)) for a, b in zip(RowArrays.of(data).rows(), data, strict=True))
+    assert all(same_row(a, Row.of(b)) for a, b in zip(BatchMessage.of(data, 0).rows(), data, strict=True))
 
 
 def test_lag_of_a_token_is_that_of_its_version() -> None:
@@ -91,14 +93,14 @@ def test_lag_of_a_token_is_that_of_its_version() -> None:
         replace(row.trajectory.segments[0], version=PolicyVersion(0)),
     )
     mixed = replace(row, trajectory=replace(row.trajectory, spans=spans, v_traj=PolicyVersion(0)), step=100_000)
-    (packed,) = RowArrays.of([replace(mixed, step=3)]).rows()
+    packed = Row.of(replace(mixed, step=3))
     assert packed.lags is not None
     assert packed.lags.tolist() == [1, 1, 0, 3, 3]
     (batch,) = microbatches([packed], [0], np.ones(1, np.float32), 100)
     assert batch.lags.tolist() == [[1, 1, 0, 3, 3]]
     (old,) = microbatches([replace(packed, lags=None, staleness=2)], [0], np.ones(1, np.float32), 100)
     assert old.lags.tolist() == [[2, 2, 2, 2, 2]]
-    (late,) = RowArrays.of([mixed]).rows()
+    late = Row.of(mixed)
     assert late.lags is not None
     assert late.lags.tolist() == [MAX_LAG, MAX_LAG, 0, MAX_LAG, MAX_LAG]
 
@@ -110,23 +112,26 @@ def test_a_batch_in_parts_keeps_all_rows_within_the_message_size(
 ) -> None:
     data = consumed_rows_of(lengths)
     got: list[Row] = []
-    while len(got) < len(data):
-        first, last = len(got), message_end(data, len(got), most_bytes)
-        assert num_bytes(RowArrays.of(data[first:last])) <= most_bytes or last == first + 1
-        assert last == len(data) or num_bytes(RowArrays.of(data[first : last + 1])) > most_bytes, "one more would fit"
-        got += RowArrays.of(data[first:last]).rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(microbatches_module, "MESSAGE_BYTES", most_bytes)
+        while len(got) < len(data):
+            part = BatchMessage.of(data, len(got)).rows()
+            assert num_bytes(part) <= most_bytes or len(part) == 1
+            got += part
+            next_row = [Row.of(row) for row in data[len(got) :][:1]]
+            assert not next_row or num_bytes([*part, *next_row]) > most_bytes, "one more would fit"
     assert all(same_row(a, Row.of(b)) for a, b in zip(got, data, strict=True))
 
 
-async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -> None:
+async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatches_module, "MESSAGE_BYTES", 630)
     data = consumed_rows_of([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
     requests: list[int] = []
 
     class Server:
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
             requests.append(first)
-            last = message_end(data, first, 260)
-            return BatchMessage(arrays=RowArrays.of(data[first:last]), num_remaining=len(data) - last)
+            return BatchMessage.of(data, first)
 
     class Keeps(Weights):
         def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Keeps:
@@ -145,7 +150,7 @@ async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path) -
 
 
 async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
+    monkeypatch.setattr(microbatches_module, "MESSAGE_BYTES", 470)
     rows = [replace(row, step=0) for row in consumed_rows_of([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
     store = VersionedStore.create(
         tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started_per_group=1)
@@ -167,7 +172,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
         parts = []
         while len(parts) < len(rows):
             message = await batches.message(0, len(parts))
-            parts += message.arrays.rows()
+            parts += message.rows()
             assert message.num_remaining == len(rows) - len(parts)
         assert readings == [0] * count
         assert batches._repeated_batch == [], "sent rows are not kept"
@@ -198,7 +203,7 @@ async def test_the_batch_of_a_step_is_cached_until_the_step_is_undone(tmp_path: 
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_batches, "message_end", lambda rows, first: message_end(rows, first, 220))
+    monkeypatch.setattr(microbatches_module, "MESSAGE_BYTES", 470)
     run = Body(tmp_path).run()
     run.check()
     firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]

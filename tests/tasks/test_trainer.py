@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,26 +26,13 @@ from staleflow.tasks.actors import trainer as trainer_module
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
-from staleflow.tasks.training.microbatches import BatchMessage, Row, RowArrays
+from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
-
-EMPTY_MICROBATCH = RowArrays(
-    prompt_tokens=np.empty(0, np.int32),
-    response_tokens=np.empty(0, np.int32),
-    behaviour=np.empty(0, np.float32),
-    sampled=np.empty(0, np.bool_),
-    lags=np.empty(0, np.int16),
-    lengths=np.empty((0, 2), np.int64),
-    advantages=np.empty(0, np.float32),
-    staleness=np.empty(0, np.int64),
-    trained=np.empty(0, np.bool_),
-    groups=np.empty(0, np.int64),
-)
 
 
 class Server:
     async def batch(self, *_: Any) -> BatchMessage:
-        return BatchMessage(arrays=EMPTY_MICROBATCH, num_remaining=0)
+        return BatchMessage.of([], 0)
 
 
 class Weights:
