@@ -16,6 +16,7 @@ from typing import Any
 
 from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines.emulated_engine import WEIGHT_NAME, EmulatedEngine
+from staleflow.tasks.engines.running_requests import RunningRequest
 
 FOLDER = "STALEFLOW_SOAK_RECORDS"
 """Environment variable: the folder of the records."""
@@ -50,13 +51,13 @@ def dask_setup(worker: Any) -> None:
     def write(**line: str | int) -> None:
         os.write(file, json.dumps(line).encode() + b"\n")
 
-    sampled, load = EmulatedEngine._sampled_tokens, EmulatedEngine.load
+    sampled, load = RunningRequest.sampled_tokens, EmulatedEngine.load
 
     def recorded_sampled(self: Any, *args: Any) -> Any:
         result = sampled(self, *args)
         stop = result.start + sum(len(segment.tokens) for segment in result.segments)
         write(
-            instance=self._instance,
+            instance=result.segments[-1].instance if result.segments else "",
             trajectory=result.trajectory,
             route_number=result.route_number,
             start=result.start,
@@ -70,7 +71,7 @@ def dask_setup(worker: Any) -> None:
         write(instance=self._instance, version=version, loaded_version=loaded_version)
         return result
 
-    setattr(EmulatedEngine, "_sampled_tokens", recorded_sampled)  # noqa: B010  a method, which mypy lets nobody assign
+    setattr(RunningRequest, "sampled_tokens", recorded_sampled)  # noqa: B010  a method, which mypy lets nobody assign
     setattr(EmulatedEngine, "load", recorded_load)  # noqa: B010
 
 

@@ -31,8 +31,8 @@ class EngineThread(ABC):
     """Base class of an engine whose model runs in one thread. Subclasses implement a step by the abstract methods; the
     contract of an engine is in tasks/engines/base.py."""
 
-    def __init__(self, instance: InstanceId, model: str) -> None:
-        """model: folder or hub name, for the tokenizer of stop strings."""
+    def __init__(self, instance: InstanceId, model: str | None) -> None:
+        """model: folder or hub name, for the tokenizer of stop strings; None if responses have no texts."""
         self._instance = instance
         self._requests = RunningRequests(instance)
         self._stop_check_maker = StopCheckMaker(model)
@@ -111,7 +111,7 @@ class EngineThread(ABC):
 
     @abstractmethod
     def _remove(self, requests: Sequence[RunningRequest]) -> None:
-        """Stop computing requests. The caller holds the lock."""
+        """Stop computing requests, or end those that end by themselves at this moment. The caller holds the lock."""
 
     @abstractmethod
     def _forget_all(self) -> None:
@@ -200,17 +200,19 @@ class EngineThread(ABC):
         self._admit(running)
 
     def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
-        """Stop requests and return them; unknown ones are ignored."""
-        requests = [
-            running
-            for trajectory in trajectories
-            if (running := self._requests.get_by_trajectory(trajectory)) is not None
-        ]
+        """Stop requests and return them; unknown ones are ignored, and those that end by themselves as they are
+        removed."""
         with self._condition:
+            requests = [
+                running
+                for trajectory in trajectories
+                if (running := self._requests.get_by_trajectory(trajectory)) is not None
+            ]
             self._remove(requests)
-            for running in requests:
+            stopped_requests = [running for running in requests if self._requests.get(running.key) is not None]
+            for running in stopped_requests:
                 self._drop_request(running)
-        return requests
+        return stopped_requests
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
         self._stop(trajectories)

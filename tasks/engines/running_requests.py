@@ -17,7 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.trajectory import (
+    FinishReason,
+    FloatArray,
+    InstanceId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, load_chat_tokenizer, load_detokenizer
@@ -29,8 +37,8 @@ class ListSegment(NamedTuple):
 
     version: PolicyVersion
     instance: InstanceId
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int] | IntArray
+    logprobs: list[float] | FloatArray
 
     @property
     def segment(self) -> Segment:
@@ -284,23 +292,23 @@ class StopCheck:
 
 class StopCheckMaker:
     """Creates the StopCheck of each request, and loads the tokenizer for the first request with stop strings. model:
-    folder or hub name."""
+    folder or hub name; None: stop strings are ignored."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str | None) -> None:
         self._model = model
         self._detokenizer: Detokenizer | None = None
         self._load_lock = threading.Lock()
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load the tokenizer if these requests need it; call it before locking. Raises ConfigError if that fails."""
-        if self._detokenizer is None and any(request.stop.strings for request in requests):
+        if self._model and self._detokenizer is None and any(request.stop.strings for request in requests):
             with self._load_lock:
                 if self._detokenizer is None:  # from tokenizer.json if that decodes equally, which is faster
                     self._detokenizer = load_detokenizer(Path(self._model)) or load_chat_tokenizer(self._model)
 
     def make_check(self, request: Request) -> StopCheck | None:
         """Create the check for a request; None if it has no stop strings."""
-        if not request.stop.strings:
+        if not (self._model and request.stop.strings):
             return None
         self.prepare([request])
         assert self._detokenizer is not None

@@ -18,6 +18,7 @@ from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import LoadResult, SampledTokens
 from staleflow.tasks.engines.emulated_engine import EmulatedEngine
+from staleflow.tasks.engines.running_requests import RunningRequest
 
 NAME = "STALEFLOW_TESTS_PLANTED"
 """Environment variable: the defect."""
@@ -38,9 +39,9 @@ def dropped_member() -> None:
 
 def unreported_tokens() -> None:
     """The engine does not report the last two tokens of some responses."""
-    sampled = EmulatedEngine._sampled_tokens
+    sampled = RunningRequest.sampled_tokens
 
-    def planted(self: EmulatedEngine, *args: Any) -> SampledTokens:
+    def planted(self: RunningRequest, *args: Any) -> SampledTokens:
         whole = sampled(self, *args)
         if whole.trajectory % 8 or not whole.segments or len(whole.segments[-1].tokens) < 3:
             return whole
@@ -48,7 +49,7 @@ def unreported_tokens() -> None:
         short = replace(last, tokens=last.tokens[:-2], logprobs=last.logprobs[:-2])
         return replace(whole, segments=(*whole.segments[:-1], short))
 
-    _put(EmulatedEngine, "_sampled_tokens", planted)
+    _put(RunningRequest, "sampled_tokens", planted)
 
 
 def crash_at_start() -> None:
@@ -73,7 +74,7 @@ def pull_without_load() -> None:
         if version % 2 == 0:
             return load(self, version, weights)
         with self._condition:
-            self._version, self._served_versions = version, [version]
+            self._requests.version, self._requests._served_versions = version, [version]
         fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
         claimed = WeightReport(verified=1)
         return LoadResult(fingerprint=fingerprint, weights=claimed)

@@ -265,6 +265,7 @@ def test_a_newer_route_may_come_after_the_last_step_of_the_request_it_replaces()
     clock.stop()
     with closing(EmulatedEngine(settings(), InstanceId("i"), clock)) as engine:
         engine.submit([request(0, max_new_tokens=1)])
+        engine.interrupt([])  # after it, requests submitted before are in the batch
         clock._passed_s = COST.step_s(1, 4) / 4
         engine.submit([request(1, max_new_tokens=1), request(0, max_new_tokens=5, route_number=2)])
         clock.go_on()
@@ -291,6 +292,7 @@ def test_requests_outside_the_batch_are_counted() -> None:
     clock.stop()
     with closing(EmulatedEngine(settings(max_running=2), InstanceId("i"), clock)) as engine:
         engine.submit([request(i) for i in range(10)])
+        engine.interrupt([])  # after it, they are in the batch
         load = engine.load_statistics()
         assert (load.running, load.waiting, load.preemptions) == (10, 8, 0)
 
