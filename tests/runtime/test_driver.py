@@ -129,7 +129,7 @@ def test_garbage_older_than_a_tick_is_collected_once_an_hour(
         await asyncio.sleep(2 * driver.TICK_S)
         are_collected.append(reference() is None)
 
-    body.checked_run("steps=4", meanwhile=drop_cycle)
+    body.checked_run("steps=2", meanwhile=drop_cycle)
     assert are_collected == [num_ticks == 2]
     assert gc.get_freeze_count() == 0
 

@@ -218,9 +218,10 @@ def test_cache_affinity_reduces_prefill() -> None:
     measured = {}
     for affinity in (True, False):
         config = agents(**long, rollout__cache_affinity=affinity)
-        m = compute_stats(config, run(config))
+        trace = run(config)
+        m = compute_stats(config, trace)
         measured[affinity] = m
-        prefilled = sum(i.work.new_prefill_tokens for i in run(config).instances)
+        prefilled = sum(i.work.new_prefill_tokens for i in trace.instances)
         assert m.cached_tokens + m.reprefilled_tokens > 2 * prefilled
     shares = {a: m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens) for a, m in measured.items()}
     assert shares[True] > 0.8

@@ -287,7 +287,7 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
 
 
 def test_a_very_long_step_is_no_deadlock_and_a_deadlock_raises_run_stuck() -> None:
-    slow = job(steps=2, simulation__train_s=5000.0)
+    slow = job(steps=2, simulation__train_s=5000.0, simulation__report_s=1.0)  # 50 times STUCK_TICKS
     assert run(slow).finished_s > 10_000
     stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
     stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
