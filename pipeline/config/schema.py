@@ -223,7 +223,9 @@ class ClusterConfig:
 class DeadlineConfig:
     """Time limits, after which something counts as lost or stuck."""
 
-    start_s: float = knob(180.0, "seconds until all actors must be ready", above=0)
+    start_s: float = knob(
+        180.0, "seconds to wait for a free worker, and again for the actor on it to be ready", above=0
+    )
     call_s: float = knob(60.0, "seconds for an actor to answer a short call; after that it counts as lost", above=0)
     sample_s: float = knob(
         120.0,

@@ -108,7 +108,8 @@ class DaskWorkers:
         *args: Any,
         before_creation: Callable[[], Awaitable[None]] | None = None,
     ) -> PlacedActor:
-        """Create an actor on a worker for `role`. Waits for a free worker, up to deadlines.start_s."""
+        """Create an actor on a worker for `role`. Waits for a free worker, up to deadlines.start_s, and as long again
+        for the actor: a worker that became free late does not hang."""
         deadline = now_s() + self.start_s
         try:
             while (worker := await self._take_slot(role)) is None:
@@ -123,13 +124,13 @@ class DaskWorkers:
                 await asyncio.sleep(0.2)
         finally:
             self.waiting.pop(name, None)
-        return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()), before_creation)
+        return await self._create(worker, name, role, cls, args, before_creation)
 
     async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create a parameter server on the worker of another actor."""
         slot = (actor.worker, actor.address, actor.host)
         self.roles_by_worker[actor.worker].append("parameters")
-        return await self._create(slot, name, "parameters", cls, args, self.start_s)
+        return await self._create(slot, name, "parameters", cls, args)
 
     async def _create(
         self,
@@ -138,7 +139,6 @@ class DaskWorkers:
         role: str,
         cls: type[Any],
         args: tuple[Any, ...],
-        within_s: float,
         before_creation: Callable[[], Awaitable[None]] | None = None,
     ) -> PlacedActor:
         """Create an actor in its reserved slot: name, address and host of a worker. If this fails, the slot is free
@@ -152,7 +152,7 @@ class DaskWorkers:
             visible = self.visible.get(name.partition(".")[0])
             if self.on_gpus:
                 visible = (await self._ask("visible_devices", id=self.job)).get(address, "")
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(self.start_s):
                 if visible is not None:
                     await self.client.run(use_devices, visible, workers=[address])
                     logger.debug("%s has GPUs %s", name, visible or "none")
@@ -226,8 +226,8 @@ class DaskWorkers:
             await self._ask("return_worker", id=self.job, address=address)
 
     def mark_lost(self, name: str) -> None:
-        """Remove a lost actor. Its process is not used again, because it may hang or still hold memory. The nanny
-        restarts it, unless the driver or another actor than a parameter server runs there too."""
+        """Remove a lost actor. No actor is placed in its process again, because it may hang or still hold memory. The
+        nanny restarts it, unless the driver or another actor than a parameter server runs there too."""
         lost = self.placed[name]
         self.release_light_actor(name)
         self.lost.add(lost.address)

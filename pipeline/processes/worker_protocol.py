@@ -5,8 +5,8 @@ Driver, Actors and InstanceLink use a cluster only through this module. Two impl
 (tests/support/in_process.py).
 
 Invariants:
-- `placed` holds exactly the actors that were placed and not lost since, by name.
-- A rollout instance or a trainer shares its process with nothing but a parameter server that was placed beside it.
+- `placed` holds exactly the actors that were placed and not marked lost, released or retired since, by name.
+- A rollout instance, trainer or teacher shares its process with nothing but a parameter server placed beside it.
 - The process of a lost actor is never chosen again while the run lasts, under whatever name.
 - A call to a lost actor fails or never returns; it never returns anything but the method's own result.
 """
@@ -74,7 +74,7 @@ class Workers(Protocol):
 
         Raises:
             NoFreeWorker: No worker became free within deadlines.start_s.
-            ActorLost: The actor did not start.
+            ActorLost: The actor did not start, within deadlines.start_s once it had a worker.
             ClusterLost: The scheduler is gone.
         """
         ...
@@ -101,5 +101,7 @@ class Workers(Protocol):
         ...
 
     def mark_lost(self, name: str) -> None:
-        """Remove a lost actor and the actors beside it. Its process is not used again."""
+        """Remove a lost actor; no actor is placed in its process again. Parameter servers beside it are removed too,
+        unless the driver or another actor runs there: then the process is left alone, because all of them may still
+        work, and each is lost only when a call to it fails."""
         ...

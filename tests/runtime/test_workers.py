@@ -244,6 +244,15 @@ async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -
         assert await place(placing, "rollout") == ["b"]
 
 
+async def test_an_actor_has_the_whole_of_start_s_on_a_worker_that_became_free_late() -> None:
+    async with workers_of([], num_heavy=1) as (placing, client):
+        client.create_s = 10.0
+        waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
+        await asyncio.sleep(45.0)
+        client.workers["a"] = {}
+        assert (await waits).worker == "a"
+
+
 async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
     """A hung worker is still listed."""
     async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
@@ -261,10 +270,15 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
 async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
     async with workers_of(["a", "b", "c"], num_heavy=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
+        await placing.place_beside(placing.placed["server-0"], "parameters-host", object)
         placing.mark_lost("reward-1")
-        assert "server-0" in placing.placed
+        assert {"server-0", "parameters-host"} <= placing.placed.keys(), "they may still work"
         await asyncio.sleep(5.0)
         assert client.restarted == []
+        placing.mark_lost("server-0")
+        assert placing.placed.keys() == {"rollout-2", "trainer-3"}
+        await asyncio.sleep(5.0)
+        assert client.restarted == ["tcp://a"]
 
 
 async def test_the_process_of_the_driver_is_not_restarted() -> None:

@@ -197,10 +197,12 @@ class InProcessWorkers:
 
     def mark_lost(self, name: str) -> None:
         lost = self.placed.pop(name)
-        for other in [p for p in self.placed.values() if p.future is lost.future]:
-            del self.placed[other.name]
-        if self.nanny:
-            lost.future.die()
+        neighbors = [p for p in self.placed.values() if p.future is lost.future]
+        if all(p.role == "parameters" for p in neighbors):
+            for other in neighbors:
+                del self.placed[other.name]
+            if self.nanny:
+                lost.future.die()
 
     # -- for tests -----------------------------------------------------------------------------------------------
 
