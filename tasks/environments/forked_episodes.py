@@ -109,12 +109,12 @@ class ForkServer:
                 self._watched.discard(number)
             return self._exit_codes.pop(number, None)
 
-    def describe_exit(self, number: int) -> str:
-        """Describe how a process ended. May wait for the server's report."""
+    def wait_for_exit_code(self, number: int) -> int | None:
+        """Like `exit_code`, of a process that has ended. May wait for the server's report."""
         deadline = time.monotonic() + REPORT_S
         while (exit_code := self.exit_code(number)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return describe_exit(exit_code)
+        return exit_code
 
     def _read_reports(self) -> None:
         """Read the reports of ended processes that have arrived, or that the server has died."""
@@ -183,6 +183,10 @@ def _stop_server(process: subprocess.Popen[bytes], control: socket.socket, outpu
     output.wait()
 
 
+class ProcessLost(EpisodeFailed):
+    """The process of an episode was killed, or its server died. No code of the environment ends a process so."""
+
+
 class ForkedEpisode:
     """An episode in its own process."""
 
@@ -227,8 +231,9 @@ class ForkedEpisode:
             await asyncio.get_running_loop().sock_sendall(connection, encode_message(request))
             result, error_text = await receive(connection)
         except (EOFError, OSError) as error:
-            exit_description = await asyncio.to_thread(self._server.describe_exit, self._number)
-            raise EpisodeFailed(f"its process {exit_description}") from error
+            exit_code = await asyncio.to_thread(self._server.wait_for_exit_code, self._number)
+            kind = ProcessLost if exit_code in (None, -signal.SIGKILL) else EpisodeFailed
+            raise kind(f"its process {describe_exit(exit_code)}") from error
         if error_text:
             raise EpisodeFailed(_with_memory_limit(error_text, self._server.settings.memory_mib))
         return result
@@ -262,7 +267,7 @@ class Resetter:
         except (EOFError, OSError) as error:
             reason = f"reset took longer than environment.step_timeout_s = {self._timeout_s:g} s"
             if not isinstance(error, TimeoutError):
-                reason = f"reset: its process {self._server.describe_exit(number)}"
+                reason = f"reset: its process {describe_exit(self._server.wait_for_exit_code(number))}"
             connection.close()
             self._server.kill(number)
             raise EpisodeFailed(reason) from error

@@ -15,7 +15,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
 from staleflow.tasks.environments.fork_server import ForkSettings
-from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
+from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer, ProcessLost
 from staleflow.tasks.environments.user_tools import (
     TOOL_ROLE,
     TOOLS_KEY,
@@ -113,16 +113,20 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
 
 async def _call_user_tool(server: ForkServer, arguments: str, timeout_s: float, config: EnvironmentConfig) -> str:
     """Call a user's tool in a new process, which is killed afterwards. Returns the result as text, or a line that
-    begins with `error:`."""
+    begins with `error:`. Raises EpisodeFailed if the process cannot be started or was lost, which is no fault of the
+    call."""
     episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
     try:
-        async with asyncio.timeout(timeout_s):
-            await episode.begin()
-            result = await episode.step(arguments, truncated=False, last=False)
-    except TimeoutError:
-        return f"error: stopped after {timeout_s:.3g} s"
-    except EpisodeFailed as error:
-        return f"error: {error}"
+        await episode.begin()
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await episode.step(arguments, truncated=False, last=False)
+        except TimeoutError:
+            return f"error: stopped after {timeout_s:.3g} s"
+        except ProcessLost:
+            raise
+        except EpisodeFailed as error:
+            return f"error: {error}"
     finally:
         episode.kill()
     return result.messages[0].content
@@ -231,12 +235,15 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 
 def _decoded(text: str, tool: Tool) -> Any:
-    """Decode arguments that are an object written as a text, as in OpenAI's format; other texts are returned."""
+    """Decode arguments that are an object written as a text, as in OpenAI's format; other texts are returned. So is an
+    object of other arguments for a built-in tool, such as code; for a user's tool it is decoded, and is an error."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    is_object = isinstance(arguments, dict) and arguments.keys() <= tool.parameters["properties"].keys()
+    is_object = isinstance(arguments, dict) and (
+        tool.fork_server is not None or arguments.keys() <= tool.parameters["properties"].keys()
+    )
     return arguments if is_object else text
 
 

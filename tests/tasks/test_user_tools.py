@@ -13,13 +13,15 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.environments.episode import EpisodeFailed
+from staleflow.tasks.environments.forked_episodes import ForkServer
 from staleflow.tasks.environments.user_tools import MAX_RESULT_CHARS, load_tool
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import parse_tool_calls, tools_of
 
 FILE = '''
-import asyncio, os, time
+import asyncio, os, signal, time
 from typing import Any, Literal
 
 calls = []
@@ -45,6 +47,8 @@ def breaks(how: str) -> Any:
     """Fails in many ways."""
     if how == "exit":
         os._exit(3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "leave":
         raise SystemExit(4)
     if how == "greedy":
@@ -186,12 +190,13 @@ def test_json_calls_of_a_tool_without_required_arguments(tmp_path: Path, argumen
     assert (parsed.argument, parsed.error) == (text, error)
 
 
-def test_a_text_argument_may_be_json_itself(tmp_path: Path) -> None:
+def test_a_text_argument_may_be_json_itself_but_no_object_of_other_arguments(tmp_path: Path) -> None:
     (tmp_path / "now.py").write_text('def now(zone: str = "") -> str:\n    "Returns the time."\n')
     tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     calls = ('{"name": "now"}', '{"name": "now", "arguments": "[7]"}', '{"name": "now", "arguments": "{\\"a\\": 1}"}')
     parsed = parse_tool_calls("".join(f"<tool_call>{call}</tool_call>" for call in calls), tools)
-    assert [json.loads(call.argument) for call in parsed] == [{}, {"zone": "[7]"}, {"zone": '{"a": 1}'}]
+    assert [json.loads(call.argument) for call in parsed[:2]] == [{}, {"zone": "[7]"}]
+    assert parsed[2].error == "now: there is no argument a; there are zone"
 
 
 def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None:
@@ -212,6 +217,20 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
     assert [text[: len(start)] for text, start in zip(failed, received, strict=True)] == received
     assert hung == ["error: stopped after 2 s"]
     assert MAX_RESULT_CHARS < len(long[0]) < MAX_RESULT_CHARS + 100
+
+
+async def test_a_call_without_a_process_fails_the_episode(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = loading.load(job, ()).environment
+    tools = tools_of(config)
+    with pytest.raises(EpisodeFailed, match=r"^its process was killed by SIGKILL$"):
+        await tools["breaks"].run('{"how": "killed"}', 100.0, config)
+
+    def fork(server: ForkServer) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(ForkServer, "fork", fork)
+    with pytest.raises(EpisodeFailed, match=r"^no process can be started for it: no more processes$"):
+        await tools["breaks"].run('{"how": "odd"}', 100.0, config)
 
 
 @pytest.mark.parametrize(
