@@ -30,7 +30,7 @@ SECTIONS = {
     f"(`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED_METRICS))}. A reward with parts adds\n"
     f"`{REWARD_PART_PREFIX}NAME`, the mean of part NAME over the batch's responses that could be scored. Several task\n"
     f"sources add `{SOURCE_PREFIX}NAME/...` of each: "
-    + ";\n".join(f"`{name}`, {doc}" for name, doc in SOURCE_METRICS.items())
+    + ";\n".join(f"`{name}`, {metric.help}" for name, metric in SOURCE_METRICS.items())
     + ".",
     Kind.EVALUATION: f"Values of one evaluation set: in TensorBoard as `{EVALUATION_PREFIX}SET/NAME`, at the\n"
     "evaluated version, and in evaluations.json.",

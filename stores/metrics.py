@@ -172,12 +172,16 @@ REWARD_PART_PREFIX = "reward/"
 SOURCE_PREFIX = "task/"
 """Prefix of the metrics of a job's task sources: `task/SOURCE/METRIC`, with a metric of SOURCE_METRICS."""
 SOURCE_METRICS = {
-    "reward": "mean reward of the source's groups in the batch",
-    "reward_scored": "mean reward of all its groups that were scored since the previous step, filtered ones included",
-    "trained_share": "its share of the groups trained on since the run began",
-    "drawn_share": "its share of the groups drawn since the run began",
-}
-"""Meanings of the metrics of a task source, by name without prefix."""
+    m.name: m
+    for m in (
+        Metric(name="reward", unit="", doc="mean reward of the source's groups in the batch"),
+        Metric(name="reward_scored", unit="", doc="mean reward of all its groups that were scored since the previous "
+               "step, filtered ones included"),
+        Metric(name="trained_share", unit="share", doc="its groups among those trained on since the run began"),
+        Metric(name="drawn_share", unit="share", doc="its groups among those drawn since the run began"),
+    )
+}  # fmt: skip
+"""The metrics of a task source, by name without prefix."""
 STEP_METRICS = {m.name: m for m in METRICS if m.kind is Kind.STEP}
 EVALUATION_METRICS = {m.name: m for m in METRICS if m.kind is Kind.EVALUATION}
 GAUGES = {m.name: m for m in METRICS if m.kind is Kind.GAUGE}

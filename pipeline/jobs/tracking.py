@@ -81,7 +81,7 @@ class TensorBoard:
             if name.startswith(REWARD_PART_PREFIX):
                 description = f"mean of part {name.removeprefix(REWARD_PART_PREFIX)} of the reward"
             if name.startswith(SOURCE_PREFIX):
-                description = SOURCE_METRICS[name.rpartition("/")[2]]
+                description = SOURCE_METRICS[name.rpartition("/")[2]].help
             self._writer.add_scalar(name, value, step, summary_description=description)
         self._writer.flush()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, with_rates
+from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, Metric, with_rates
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import Fate
 
@@ -32,9 +32,9 @@ class Chart:
         return {
             "title": self.title, "hint": self.hint, "held_out": self.shows_held_out,
             "staleness_bound": self.shows_staleness_bound,
-            "unit": "" if self.names[0].startswith(SOURCE_PREFIX) else STEP_METRICS[self.names[0]].unit,
+            "unit": _metric(self.names[0]).unit,
             "lines": [
-                {"name": name, "label": self._label(name), "doc": self._doc(name)}
+                {"name": name, "label": self._label(name), "doc": _metric(name).doc}
                 for name in self.names
             ],
         }  # fmt: skip
@@ -47,9 +47,10 @@ class Chart:
             return name.removeprefix(SOURCE_PREFIX).rpartition("/")[0]
         return STEP_METRICS[name].label or name.removesuffix("_s").replace("_", " ")
 
-    def _doc(self, name: str) -> str:
-        """What a line shows."""
-        return SOURCE_METRICS[name.rpartition("/")[2]] if name.startswith(SOURCE_PREFIX) else STEP_METRICS[name].doc
+
+def _metric(name: str) -> Metric:
+    """Return the metric of a line."""
+    return SOURCE_METRICS[name.rpartition("/")[2]] if name.startswith(SOURCE_PREFIX) else STEP_METRICS[name]
 
 
 CHARTS = (
@@ -104,7 +105,7 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
         Chart(
             title=title,
             names=tuple(f"{SOURCE_PREFIX}{source}/{metric}" for source in sources),
-            hint=SOURCE_METRICS[metric],
+            hint=SOURCE_METRICS[metric].doc,
         )
         for metric, title in SOURCE_CHART_TITLES.items()
         if sources

@@ -182,6 +182,7 @@ def test_charts_of_several_tasks_have_a_line_for_each() -> None:
     assert [c.title for c in charts.charts(RECORDS, ["a"])][1:3] == ["reward by task", "trained groups by task"]
     (chart,) = [c for c in charts.charts(RECORDS, ["sums", "letters"]) if c.title == "reward by task"]
     assert [line["label"] for line in chart.plain()["lines"]] == ["sums", "letters"]
+    assert [c.plain()["unit"] for c in charts.charts(RECORDS, ["a"])[1:3]] == ["", "share"]
     values: dict[str, Any] = {"task/sums/reward": 0.5, "task/letters/trained_share": 0.25}
     lines = charts.series([record(0, {}, **values)], 0)["lines"]
     assert {name: lines[name] for name in values} == {name: [value] for name, value in values.items()}
