@@ -113,6 +113,7 @@ class ForkServerLoop:
         command, number = COMMAND.unpack(data)
         if command == FORK:
             connection = socket.socket(fileno=fds[0])
+            server = os.getpid()
             try:
                 pid = os.fork()
             except OSError as error:  # only this episode fails: the machine has no process or memory left
@@ -124,7 +125,7 @@ class ForkServerLoop:
                 signal.set_wakeup_fd(-1)
                 for sock in (self.control, *sockets):
                     sock.close()
-                _run_episode(connection, self.environment, self.settings)
+                _run_episode(connection, self.environment, self.settings, server)
             connection.close()
             self.episode_by_pid[pid] = number
         else:
@@ -189,12 +190,14 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _run_episode(connection: socket.socket, environment: Environment, settings: ForkSettings) -> None:
-    """Run a forked process to its end. Never returns."""
+def _run_episode(connection: socket.socket, environment: Environment, settings: ForkSettings, server: int) -> None:
+    """Run a forked process to its end. Never returns. server: process that forked it."""
     status = 1
     try:
         os.setsid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it died before that
+            return
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -342,6 +342,30 @@ async def test_no_fork_or_kill_waits_for_the_fork_server_to_restart(tmp_path: Pa
     server.close()
 
 
+ORPHAN = """
+import os, socket, time
+from staleflow.tasks.environments.fork_server import ForkSettings, _run_episode
+
+local, remote = socket.socketpair()
+if os.fork() == 0:
+    server = os.getpid()
+    if os.fork() == 0:
+        local.close()
+        while os.getppid() == server:
+            time.sleep(0.01)
+        _run_episode(remote, None, ForkSettings(source="", options={}, key="", memory_mib=0), server)
+    os._exit(0)
+remote.close()
+local.settimeout(60)
+assert local.recv(1) == b""
+"""
+
+
+def test_a_process_whose_fork_server_died_before_it_began_ends() -> None:
+    """Until it has asked for a signal at the server's death, nothing else ends it."""
+    subprocess.run([sys.executable, "-c", ORPHAN], check=True)
+
+
 def test_exit_reports_of_many_processes_do_not_block_the_fork_server(games: Path) -> None:
     """A process reports its exit through a socket that holds a few hundred reports; here more processes exit before a
     report is read."""
