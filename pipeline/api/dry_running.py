@@ -13,9 +13,9 @@ from typing import Any, Unpack
 from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, with_objects
 from staleflow.pipeline.api.run_handle import RunHandle
 from staleflow.pipeline.config import preflight, user_files
-from staleflow.pipeline.config.knob_tree import Overrides
+from staleflow.pipeline.config.knob_tree import Overrides, with_values
 from staleflow.pipeline.config.model_files import find_model
-from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.schema import RunConfig, TrackingConfig
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.stores.auditing.audit import audit
@@ -141,33 +141,31 @@ def make_dry_settings(config: RunConfig, runs_dir: Path) -> RunConfig:
     scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
     engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
     groups, instances = min(batch.groups_per_step, MAX_GROUPS), min(rollout.instances, MAX_WORKERS)
-    return dataclasses.replace(
-        config,
-        runs_dir=str(runs_dir),
-        store="",  # a bucket would keep it, under the name of the real run
-        steps=min(config.steps, MAX_STEPS),
-        model=dataclasses.replace(config.model, path=str(folder or config.model.path), device="cpu"),
-        batch=dataclasses.replace(batch, groups_per_step=groups, extra_groups=min(batch.extra_groups, groups)),
-        rollout=dataclasses.replace(
-            rollout,
-            engine=engine,
-            instances=instances,
-            min_instances=min(rollout.min_instances, instances),
-            logprob_drift_limit=1e9,
-        ),
-        training=dataclasses.replace(
-            config.training, minibatches=min(config.training.minibatches, groups * batch.group_size)
-        ),
+    values: dict[str, Any] = {
+        "runs_dir": str(runs_dir),
+        "store": "",  # a bucket would keep it, under the name of the real run
+        "steps": min(config.steps, MAX_STEPS),
+        "model.path": str(folder or config.model.path),
+        "model.device": "cpu",
+        "batch.groups_per_step": groups,
+        "batch.extra_groups": min(batch.extra_groups, groups),
+        "rollout.engine": engine,
+        "rollout.instances": instances,
+        "rollout.min_instances": min(rollout.min_instances, instances),
+        "rollout.logprob_drift_limit": 1e9,
+        "training.minibatches": min(config.training.minibatches, groups * batch.group_size),
         # An emulated run has no checkpoint, and may have no held-out set.
-        evaluation=dataclasses.replace(config.evaluation, best_checkpoint_set=""),
+        "evaluation.best_checkpoint_set": "",
         # Random answers may fail more often than a model's: failures are counted, and the first is shown.
-        reward=dataclasses.replace(config.reward, workers=min(config.reward.workers, MAX_WORKERS), max_error_share=1.0),
-        cluster=dataclasses.replace(config.cluster, kind="local", address="", scheduler_file="", dashboard=False),
-        tracking=dataclasses.replace(config.tracking, tracker="", tensorboard=False),
-        workload=dataclasses.replace(
+        "reward.workers": min(config.reward.workers, MAX_WORKERS),
+        "reward.max_error_share": 1.0,
+        "cluster": dataclasses.replace(config.cluster, kind="local", address="", scheduler_file="", dashboard=False),
+        "tracking": TrackingConfig(tensorboard=False),
+        "workload": dataclasses.replace(
             config.workload, kind="lognormal", median=max(1.0, max_new_tokens / 4), prompts="task"
         ),
-        simulation=dataclasses.replace(
+        "simulation": dataclasses.replace(
             config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1, cost_error=0.0
         ),
-    )
+    }
+    return with_values(config, values)

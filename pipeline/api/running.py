@@ -7,7 +7,6 @@ the caller passes in.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,7 +14,7 @@ from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_j
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
 from staleflow.pipeline.cluster.connection import ClusterAddress
-from staleflow.pipeline.config.knob_tree import Overrides
+from staleflow.pipeline.config.knob_tree import Overrides, with_values
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError
 
@@ -181,5 +180,5 @@ def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
             f"client: the workers at {dask_cluster.address} are threads of this process, and each actor needs a "
             "process; use LocalCluster(processes=True, threads_per_worker=1)"
         )
-    cluster = replace(job.cluster, kind="address", address=dask_cluster.address, scheduler_file="")
-    return replace(job, cluster=cluster), dask_cluster.security
+    values = {"cluster.kind": "address", "cluster.address": dask_cluster.address, "cluster.scheduler_file": ""}
+    return with_values(job, values), dask_cluster.security

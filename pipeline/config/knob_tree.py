@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
-from typing import Any
+from typing import Any, TypeVar
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import NAME_FORM, PARAMETER, Knob, default_of, entry_type, keys_of, spec_of, values
 from staleflow.tasks.settings.registry import Choice, RegistryEntry, UserCode
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,32 @@ def merge_trees(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
         are_tables = isinstance(value, Mapping) and isinstance(subtree, Mapping)
         result[key] = merge_trees(subtree, value) if are_tables else value
     return result
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a config at a key with dots."""
+    return functools.reduce(_child, key.split("."), config)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a config with other values at some keys with dots, such as {"model.device": "cpu"}. Checks nothing."""
+    for key, value in values.items():
+        config = _with_value(config, key.split("."), value)
+    return config
+
+
+def _with_value(node: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    new_fields = {name: _with_value(_child(node, name), rest, value) if rest else value}
+    if isinstance(node, list):
+        return [new_fields.get(str(i), item) for i, item in enumerate(node)]
+    return {**node, **new_fields} if isinstance(node, Mapping) else dataclasses.replace(node, **new_fields)
+
+
+def _child(node: Any, name: str) -> Any:
+    if isinstance(node, list):
+        return node[int(name)]
+    return node[name] if isinstance(node, Mapping) else getattr(node, name)
 
 
 def explain_values(config: Any) -> list[ExplainedValue]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, local_gpus, model_files, size_plan, user_files
+from staleflow.pipeline.config.knob_tree import value_at
 from staleflow.pipeline.config.model_facts import check_lengths, check_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
@@ -76,7 +77,7 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
             why = "a folder, not a file" if path.exists() else "no such file"
             raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
     for key in user_files.TLS_KEYS if runs_here else ():
-        if (file := user_files.value_at(config, key)) and not Path(file).is_file():
+        if (file := value_at(config, key)) and not Path(file).is_file():
             raise ConfigError(f"{key} = {file!r}: no such file")
     folder = _check_model(config, notes, runs_here=runs_here)
     _check_reference(config, folder, notes, runs_here=runs_here)
@@ -115,7 +116,7 @@ def check_names(config: RunConfig) -> None:
             f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
         )
     for key in (*CHECKED_PATH_KEYS, *user_files.code_keys_of(config)):
-        if "\0" in (path := user_files.value_at(config, key)):
+        if "\0" in (path := value_at(config, key)):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
         if (user_files.split_code(path)[1] or path).startswith("~"):
             raise ConfigError(f"{key} = {path!r}: ~ is not replaced here, write the whole path")
@@ -273,7 +274,7 @@ def _needs_cluster_machine(config: RunConfig, notes: list[str]) -> bool:
     for key in user_files.code_keys_of(config):
         if key == "task.source" and config.task.sources:
             continue  # they replace it
-        reference = user_files.value_at(config, key)
+        reference = value_at(config, key)
         source, (_, module, _) = kind_of(reference), user_files.split_code(reference)
         packages = () if source is None else source.packages
         if names_user_code(reference) and not module.endswith(".py") and (source is None or source.name_is_code):

@@ -14,13 +14,12 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from staleflow.pipeline.config.factories import make_strategies
+from staleflow.pipeline.config.knob_tree import value_at, with_values
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.user_tools import TOOLS_KEY
@@ -103,18 +102,18 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             config = _set_code_reference(config, key, str(Path(file).resolve()), name)
     config = with_absolute_models(config)
     for key, kind, path in data_files(config):
-        config = _set(config, key, f"{kind}:{path.resolve()}")
+        config = with_values(config, {key: f"{kind}:{path.resolve()}"})
     for key in OTHER_PATH_KEYS:
         if path := value_at(config, key):
-            config = _set(config, key, str(Path(path).resolve()))
-    return _set(with_multi_turn(config), "runs_dir", str(Path(config.runs_dir).resolve()))
+            config = with_values(config, {key: str(Path(path).resolve())})
+    return with_values(with_multi_turn(config), {"runs_dir": str(Path(config.runs_dir).resolve())})
 
 
 def with_absolute_models(config: RunConfig) -> RunConfig:
     """Make the paths of a job's model folders absolute."""
     for key in MODEL_KEYS:
         if (path := value_at(config, key)) and Path(path).is_dir():
-            config = _set(config, key, str(Path(path).resolve()))
+            config = with_values(config, {key: str(Path(path).resolve())})
     return config
 
 
@@ -129,7 +128,7 @@ def with_multi_turn(config: RunConfig) -> RunConfig:
                 is_environment(task.source, "task.source")
         except ConfigError:
             return config
-    return _set(config, "task.multi_turn", "yes" if has_turns else "no")
+    return with_values(config, {"task.multi_turn": "yes" if has_turns else "no"})
 
 
 def takes_rows(source: str) -> bool:
@@ -211,7 +210,7 @@ def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[
     for key, kind, path in data_files(config):
         if is_temporary(path):
             code[path.name] = _read(config, key, path)
-            config = _set(config, key, f"{kind}:{path.name}")
+            config = with_values(config, {key: f"{kind}:{path.name}"})
     return config, code
 
 
@@ -229,7 +228,7 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
             config = _set_code_reference(config, key, str(copied_path(folder, file)), name)
     for key, kind, path in data_files(config):
         if str(path) in code:
-            config = _set(config, key, f"{kind}:{copied_path(folder, str(path))}")
+            config = with_values(config, {key: f"{kind}:{copied_path(folder, str(path))}"})
     return config
 
 
@@ -254,31 +253,7 @@ def _code_reference(config: RunConfig, key: str) -> tuple[str, str]:
 
 def _set_code_reference(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
     """Return the job with another file and name of user code at a key."""
-    return _set(config, key, f"{split_code(value_at(config, key))[0]}{file}:{name}")
-
-
-def value_at(config: RunConfig, key: str) -> Any:
-    """Return the value at a key with dots."""
-    return reduce(_child, key.split("."), config)
-
-
-def _set(config: RunConfig, key: str, value: str) -> RunConfig:
-    new_config: RunConfig = _with_value(config, key.split("."), value)
-    return new_config
-
-
-def _with_value(node: Any, path: Sequence[str], value: str) -> Any:
-    name, *rest = path
-    new_fields = {name: _with_value(_child(node, name), rest, value) if rest else value}
-    if isinstance(node, list):
-        return [new_fields.get(str(i), item) for i, item in enumerate(node)]
-    return {**node, **new_fields} if isinstance(node, Mapping) else dataclasses.replace(node, **new_fields)
-
-
-def _child(node: Any, name: str) -> Any:
-    if isinstance(node, list):
-        return node[int(name)]
-    return node[name] if isinstance(node, Mapping) else getattr(node, name)
+    return with_values(config, {key: f"{split_code(value_at(config, key))[0]}{file}:{name}"})
 
 
 def new_folder() -> Path:

@@ -6,7 +6,6 @@ on a branch; these are then collected in a file, not in memory.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
@@ -204,7 +204,7 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     """Settings for computing logprobs of a job's responses under a model. Raises ConfigError if it cannot be loaded."""
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
-    inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), "--model")
+    inspect_model(with_values(config, {"model.path": model}), "--model")
     return LogprobSettings(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         dtype=config.model.dtype,

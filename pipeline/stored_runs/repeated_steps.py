@@ -25,6 +25,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 
 from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate
 from staleflow.pipeline.stored_runs.pool import EventCallback, Pool, open_store_at
@@ -250,8 +251,7 @@ class _Repeater:
                     adapter = weight_folder.read(Path(folder, *ADAPTER))
                     actual_fingerprint = weight_file.write(weight_path, adapter)
                 else:
-                    checkpoint_model = dataclasses.replace(part.config.model, path=folder)
-                    with self._open_policy(dataclasses.replace(part.config, model=checkpoint_model), part) as policy:
+                    with self._open_policy(with_values(part.config, {"model.path": folder}), part) as policy:
                         actual_fingerprint = policy.apply_to_weights(
                             lambda tensors: weight_file.write(weight_path, tensors)
                         )

@@ -7,7 +7,6 @@ the end: if the process is killed before that, nothing is left behind.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import hashlib
 import itertools
 import pickle
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.config import actor_settings, user_files
+from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import cache_per_process, open_pool, open_store_at, require_all_rows
@@ -176,12 +176,8 @@ def _replace_reward(config: RunConfig, reward: str) -> RunConfig:
         file, _, name = reward.rpartition(":")
         if file.endswith(".py"):
             reward = f"{Path(file).resolve()}:{name}"
-        sources = {name: dataclasses.replace(task, reward=reward) for name, task in config.task.sources.items()}
-        config = dataclasses.replace(
-            config,
-            task=dataclasses.replace(config.task, sources=sources),
-            reward=dataclasses.replace(config.reward, function=reward, parts={}),
-        )
+        source_rewards = {f"task.sources.{name}.reward": reward for name in config.task.sources}
+        config = with_values(config, {"reward.function": reward, "reward.parts": {}, **source_rewards})
     for job in config.jobs_by_source.values():
         functions = [part.function for part in job.reward.parts.values()] or [job.reward.function]
         if "task" in functions and is_environment(job.task.source, "task.source"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.model_files import find_model, read_context, vocabulary_of
 from staleflow.pipeline.config.schema import RunConfig
@@ -96,12 +96,12 @@ def make_serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int
         facts = inspect_model(config, "MODEL")
         if "chat" not in tree.get("task", {}):  # which the overrides have changed
             chat = load_chat_tokenizer(target).has_chat_template
-            config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))
+            config = with_values(config, {"task.chat": chat})
         return ServingPlan(config=config, facts=facts, label=target)
     config = loading.load(path / "config.toml", overrides)
     if config.emulated:
         raise ConfigError(f"{target}: its engine is emulated, so it has no policy to serve")
     version, checkpoint = find_checkpoint(path, step)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoint)))
+    config = with_values(config, {"model.path": str(checkpoint)})
     label = f"{checkpoint.name} of {path.name}"
     return ServingPlan(config=config, facts=inspect_model(config), label=label, version=version)

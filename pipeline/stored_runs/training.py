@@ -425,11 +425,8 @@ def held_out_scores(
     if not tasks:
         return None
     # Always the transformers engine: it is available wherever the trainer is.
-    evaluation_config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, path=model),
-        rollout=dataclasses.replace(config.rollout, engine=TransformersSettings.like(config.rollout.engine)),
-    )
+    engine_choice = TransformersSettings.like(config.rollout.engine)
+    evaluation_config = knob_tree.with_values(config, {"model.path": model, "rollout.engine": engine_choice})
     settings = actor_settings.engine_settings(evaluation_config, 0, inspect_model(evaluation_config).eos)
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)
     scores: list[list[ScoredResponse]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.config.knob_tree import toml_value
+from staleflow.pipeline.config.knob_tree import toml_value, value_at, with_values
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import FinishReason
@@ -57,38 +57,31 @@ class Change:
 
 def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
     """Settings, as TABLE.KEY, that differ between two jobs of a run and that a repeated training depends on."""
-    keys = []
     before, after = _with_schedule(before), _with_schedule(after)
+    keys = []
     for table in TABLES:
-        old, new = getattr(before, table), getattr(after, table)
-        names = ROLLOUT_SETTINGS if table == "rollout" else [f.name for f in dataclasses.fields(new)]
-        names = [name for name in names if name not in OTHER_SETTINGS.get(table, ())]
-        keys += [f"{table}.{name}" for name in names if getattr(old, name) != getattr(new, name)]
-    return keys
+        names = ROLLOUT_SETTINGS if table == "rollout" else [f.name for f in dataclasses.fields(getattr(after, table))]
+        keys += [f"{table}.{name}" for name in names if name not in OTHER_SETTINGS.get(table, ())]
+    return [key for key in keys if value_at(before, key) != value_at(after, key)]
 
 
 def _with_schedule(config: RunConfig) -> RunConfig:
     """A job whose learning-rate schedule does not depend on its number of steps: a resume may change that number."""
     training = config.training
     steps = 0 if training.schedule == "constant" else training.schedule_steps or config.steps
-    return dataclasses.replace(config, training=dataclasses.replace(training, schedule_steps=steps))
+    return with_values(config, {"training.schedule_steps": steps})
 
 
 def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) -> RunConfig:
     """A job with the values of some settings, as TABLE.KEY, that another job has."""
     former = _with_schedule(former)
-    for key in keys:
-        table, _, name = key.partition(".")
-        section = dataclasses.replace(getattr(config, table), **{name: getattr(getattr(former, table), name)})
-        config = dataclasses.replace(config, **{table: section})
-    return config
+    return with_values(config, {key: value_at(former, key) for key in keys})
 
 
 def settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
     """The settings that a job has since a step, with the values of the job before."""
     keys, former = changed_settings(former, config), _with_schedule(former)
-    values = [toml_value(getattr(getattr(former, table), name)) for table, _, name in (k.partition(".") for k in keys)]
-    return keep_settings(tuple(zip(keys, values, strict=True)), since)
+    return keep_settings([(key, toml_value(value_at(former, key))) for key in keys], since)
 
 
 def keep_settings(settings: Sequence[tuple[str, str]], since: int) -> Change:
