@@ -120,23 +120,10 @@ class RunHandle:
 
     def status(self) -> RunStatus:
         """The current status of the run. Returns at once."""
-        steps = list(self._progress.report.steps)
-        last_step = steps[-1] if steps else {}
-        elapsed_s = last_step.get("elapsed_s", 0.0)
-        remaining_steps = self._job.steps - self._progress.version
-        return RunStatus(
-            state=self._state(),
-            step=self._progress.version,
-            steps=self._job.steps,
-            reward=last_step.get("reward"),
-            staleness=last_step.get("staleness_mean"),
-            tokens_per_s=tokens_per_s(steps),
-            elapsed_s=elapsed_s,
-            remaining_s=remaining_steps * elapsed_s / len(steps)
-            if steps and remaining_steps > 0 and not self.done
-            else None,
-            message=self._message(),
-        )
+        steps, state = list(self._progress.report.steps), self._state()
+        last = steps[-1] if steps else {}
+        step, num_steps = self._progress.version, self._job.steps
+        return RunStatus.of(state, step, num_steps, last, tokens_per_s(steps), self._message())
 
     def stop(self, reason: str = "stopped by the caller") -> None:
         """Request that the run stops after the training step in flight; it can be resumed. A second call stops it at

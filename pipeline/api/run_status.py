@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from staleflow.pipeline.api.stored_run import Run, open_run
+from staleflow.pipeline.cluster.submitted_job import ENDED
 
 RunState = Literal["starting", "waiting", "running", "stopping", "done", "stopped", "failed"]
 """waiting: for workers of a cluster. done: all steps are finished. stopped: ended earlier by request."""
@@ -35,6 +36,25 @@ class RunStatus:
     """Estimated seconds until the last step; None before the first step and after the last."""
     message: str = ""
     """What the run is doing, what it waits for, or why it ended."""
+
+    @classmethod
+    def of(
+        cls, state: RunState, step: int, steps: int, last: Mapping[str, float], tokens_per_s: float, message: str
+    ) -> RunStatus:
+        """Build a status from the metrics of the newest step, which are empty before the first one."""
+        elapsed_s, num_left = last.get("elapsed_s", 0.0), steps - step
+        has_rest = last and num_left > 0 and state not in ENDED
+        return cls(
+            state=state,
+            step=step,
+            steps=steps,
+            reward=last.get("reward"),
+            staleness=last.get("staleness_mean"),
+            tokens_per_s=tokens_per_s,
+            elapsed_s=elapsed_s,
+            remaining_s=num_left * elapsed_s / (last["step"] + 1) if has_rest else None,
+            message=message,
+        )
 
     def __str__(self) -> str:
         parts = [f"step {self.step}/{self.steps}"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
-from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
+from staleflow.pipeline.api.run_status import RunResult, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
 from staleflow.pipeline.cluster.connection import ClusterAddress
@@ -185,24 +185,12 @@ def _job_of(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
 
 def _status_of(job: Mapping[str, Any]) -> RunStatus:
     """Convert a registry's entry of a job to its status."""
-    last_step, job_status = job["last"] or {}, job["status"] or {}
-    num_steps = int(last_step["step"]) + 1 if last_step else 0
-    elapsed_s = last_step.get("elapsed_s", 0.0)
-    num_left = job["steps"] - num_steps
-    state: RunState = job["state"]
+    last, state = job["last"] or {}, job["state"]
     if job["stop"] and state not in ENDED:
         state = "stopping"
-    return RunStatus(
-        state=state,
-        step=num_steps,
-        steps=job["steps"],
-        reward=last_step.get("reward"),
-        staleness=last_step.get("staleness_mean"),
-        tokens_per_s=last_step.get("tokens_per_s", 0.0),
-        elapsed_s=elapsed_s,
-        remaining_s=num_left * elapsed_s / num_steps if num_steps and num_left > 0 and state not in ENDED else None,
-        message=job["why"] or (job_status.get("doing", "") if state == "running" else ""),
-    )
+    message = job["why"] or ((job["status"] or {}).get("doing", "") if state == "running" else "")
+    step = int(last["step"]) + 1 if last else 0
+    return RunStatus.of(state, step, job["steps"], last, last.get("tokens_per_s", 0.0), message)
 
 
 T = TypeVar("T")
