@@ -53,6 +53,8 @@ HOST_COLOR = "#8c6bb1"
 STATE_COLORS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
+CELL_COLUMNS = ("x", "y", "colour", "line", "what")
+"""Columns of the plot of staleness buffers."""
 MIN_PLOT_WIDTH = 330
 """Minimum width of a plot, pixels. On a narrow screen the plots are placed one below the other."""
 PLOT_STYLE = {"flex": f"1 1 {MIN_PLOT_WIDTH}px"}
@@ -161,7 +163,7 @@ class DashboardView:
         self._rates: dict[str, float] = {}
         """Tokens per second by instance, between the last two changes."""
         self._headline = Div(sizing_mode="stretch_width")
-        self._buffer_cells = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
+        self._buffer_cells = ColumnDataSource({name: [] for name in CELL_COLUMNS})
         self._instance_bars = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
@@ -238,29 +240,20 @@ class DashboardView:
             }  # fmt: skip
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
-        cells: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
-        newest_version, num_columns = status["version"], 1
+        cells, num_columns = list[tuple[float, int, str, str, str]](), 1
         for buffer in status["buffers"]:
-            row = 0
+            step, entries = buffer["step"], list[tuple[str, str, str]]()
             for state in ("occupied", "reserved"):
                 for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
-                    colour = LAG_COLORS[min(max(newest_version - int(version), 0), len(LAG_COLORS) - 1)]
-                    for _ in range(count):
-                        cells["x"].append(row + 0.5)
-                        cells["y"].append(buffer["step"])
-                        cells["colour"].append(colour if state == "occupied" else "white")
-                        cells["line"].append(colour)
-                        cells["what"].append(f"step {buffer['step']}: {state}, version {version}")
-                        row += 1
-            for _ in range(buffer["capacity"] - row):
-                cells["x"].append(row + 0.5)
-                cells["y"].append(buffer["step"])
-                cells["colour"].append(EMPTY_COLOR)
-                cells["line"].append(EMPTY_COLOR)
-                cells["what"].append(f"step {buffer['step']}: empty")
-                row += 1
-            num_columns = max(num_columns, row)
-        self._buffer_cells.data = cells
+                    colour = LAG_COLORS[min(max(status["version"] - int(version), 0), len(LAG_COLORS) - 1)]
+                    fill = colour if state == "occupied" else "white"
+                    entries += [(fill, colour, f"{state}, version {version}")] * count
+            entries += [(EMPTY_COLOR, EMPTY_COLOR, "empty")] * (buffer["capacity"] - len(entries))
+            cells += [
+                (x + 0.5, step, fill, line, f"step {step}: {what}") for x, (fill, line, what) in enumerate(entries)
+            ]
+            num_columns = max(num_columns, len(entries))
+        self._buffer_cells.data = {name: [cell[i] for cell in cells] for i, name in enumerate(CELL_COLUMNS)}
         steps = [b["step"] for b in status["buffers"]] or [0]
         self._buffers.x_range.update(start=0, end=num_columns)
         self._buffers.y_range.update(start=max(steps) + 0.6, end=min(steps) - 0.6)
