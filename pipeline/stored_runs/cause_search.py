@@ -163,7 +163,10 @@ class _Search:
 
     def prevents(self, change: Change) -> bool:
         """Train with a change, if the limit allows it. Returns whether it prevents the drop, and no change that was
-        tried does significantly better."""
+        tried does significantly better. A change that leaves no row with a gradient is not tried: it ends the
+        training, and so every drop."""
+        if change.where and not self.table["advantage"][~Selection(change.where).mask(self.table)].any():
+            return False
         if self.num_trainings >= MAX_TRIALS:
             self.result.is_limited = True
             return False
@@ -310,6 +313,7 @@ def halve(items: Sequence[Item], prevents: Callable[[Sequence[Item]], bool]) -> 
 
 
 def groups_by_influence(table: Table, rows: npt.NDArray[np.bool_]) -> list[int]:
-    """The groups of some rows, those with the largest sum of |advantage| x tokens first."""
+    """The groups of some rows, those with the largest sum of |advantage| x tokens first, without those whose sum is 0,
+    which train nothing."""
     groups, sums = influence_by_group(table, rows)
-    return [int(group) for group in groups[np.argsort(-sums, kind="stable")]]
+    return [int(group) for group in groups[np.argsort(-sums, kind="stable")[: np.count_nonzero(sums)]]]

@@ -354,6 +354,16 @@ def test_controls_differ_also_where_no_rows_have_as_large_gradients() -> None:
         assert (5 + 21) * SIZE <= Selection(control.where).mask(table).sum() <= (6 + 21) * SIZE
 
 
+def test_a_change_leaves_groups_that_train_something() -> None:
+    """Without any gradient the policy stays as it was, which prevents every drop."""
+    table = rows(range(4))
+    table["advantage"][table["group"] >= 2 * GROUPS] = 0.0
+    table["finish"][table["group"] < 2 * GROUPS] = "length"
+    training = Training(table, lambda _, removed: bool((table["advantage"][~removed] != 0).any()))
+    result = find(table, 0, 4, conspicuous_rows(table, "step >= 0 and step < 4"), training)
+    assert result.cause is None and not result.controls
+
+
 @pytest.mark.parametrize("slope", [1.2, 2.0, 3.0])
 def test_harm_in_all_rows_has_no_cause(slope: float) -> None:
     """Each row that is left out gives back as much of the reward."""
