@@ -1,4 +1,4 @@
-"""python -m examples.recipes NAME: run a recipe's job and check whether the run is in its band.
+"""python -m examples.recipes NAME: run a recipe's job, check whether the run is in its band, and draw it.
 
 Exit code 0 if it is, 1 if it is not or the recipe has no band, 2 if the recipe cannot be run.
 Without a name: a table of all recipes.
@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import staleflow
+from examples.recipes import picture
 from examples.recipes import recipe as recipes
 from examples.recipes.recipe import Recipe
+
+PICTURE = "recipe.png"
+"""The picture of a run, in its folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,8 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.make:
             print(recipe.make)
             return 0
-        folder = args.check or run(recipe, args.seed, args.set)
-        return report(recipe, staleflow.open_run(folder))
+        result = staleflow.open_run(args.check or run(recipe, args.seed, args.set))
+        code = report(recipe, result)
+        if args.check is None:
+            picture.draw(result.path / PICTURE, [(recipe, result)])
+            print(f"{recipe.name}: picture: {result.path / PICTURE}")
+        return code
     except staleflow.ConfigError as error:
         print(f"recipe: {error}", file=sys.stderr)
         return 2

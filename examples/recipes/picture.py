@@ -12,6 +12,8 @@ from examples.recipes import recipe as recipes
 from examples.recipes.recipe import Recipe
 
 COLUMNS = 3
+WIDTH = 11 / COLUMNS
+"""Inches of a plot."""
 SET_COLORS = ("#d94801", "#238b45", "#7a0177", "#525252")
 
 
@@ -19,9 +21,10 @@ def draw(file: Path, runs: Sequence[tuple[Recipe, staleflow.Run]]) -> None:
     """Draw one plot for each run: training reward by step, held-out rewards by version, and the bands."""
     from matplotlib.figure import Figure
 
-    rows = -(-len(runs) // COLUMNS)
-    figure = Figure(figsize=(11, 2.8 * rows), layout="constrained")
-    all_axes = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    columns = min(len(runs), COLUMNS)
+    rows = -(-len(runs) // columns)
+    figure = Figure(figsize=(WIDTH * columns, 2.8 * rows), layout="constrained")
+    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in all_axes[len(runs) :]:
         axes.remove()
     for axes, (recipe, run) in zip(all_axes, runs, strict=False):
