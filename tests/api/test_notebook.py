@@ -22,7 +22,6 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return text
 
 
-@pytest.mark.slow  # by default test_typing.py checks the calls of the notebooks, and other tests their effects
 @pytest.mark.timeout(900)
 class TestNotebooks:
     def test_a_first_run_is_started_stopped_and_audited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
