@@ -32,7 +32,9 @@ from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.trainer_settings import KlConfig, SftConfig, TrainingConfig
 
 LOSS_LIMIT, DPO_LOSS_LIMIT = 1e-6, 2e-6
-"""Dpo alone has sums of logprobs over responses, in float32; by processor its loss differs by 8e-7 to 1.2e-6."""
+"""TRL's DPO sums a response's logprobs in float32, and then subtracts those of the reference; this project sums the
+differences in float64. With TRL's sums in float64, too, the losses differ by at most 1.3e-7. From the loss computed
+wholly in float64, TRL's differs by at most 1.3e-6, this project's by 3.8e-7 (20 batches)."""
 GRADIENT_LIMIT = 3e-6
 """In float32, gradients differ by 5e-7 between two divisions into micro-batches."""
 VOCABULARY, LONGEST, ROWS = 512, 48, 12
