@@ -126,6 +126,10 @@ which is 4: the most that was measured is 2.45, when responses of many lengths f
 (tests/tasks/test_row_storage.py); it may be more in a smaller cache. vLLM allocates kv_tokens."""
 LOGIT_BYTES = 4 * 2**29
 """Bytes of four copies of a chunk's logits on a GPU: GPU_CHUNK_BYTES of tasks/training/lm_head.py each."""
+LOGIT_POSITIONS, POSITION_BYTES = 64, 16
+"""Positions whose logits the transformers engine copies at a time (LOGIT_POSITIONS of tasks/engines/transformers.py),
+and bytes of the copies of each position and token of the vocabulary: logprobs and probabilities in float32, and
+probabilities in float64."""
 RESUME_POINT_BYTES = 12
 """Bytes of a resume point on disk per parameter: a weight and AdamW's two moments."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -217,9 +221,13 @@ def engine_parts(model: ModelShape, engine: EngineSettings, dtype: str) -> dict[
     values_per_token = (
         4 * model.hidden + (2 * model.q_size + 3 * model.intermediate * max(1, model.experts_per_token)) // parallel
     )
+    # vLLM: estimated. Ours: logits twice, because some models scale them, and the copies of a few positions.
+    logit_bytes = 8 * engine.max_running
+    if engine.name == "transformers":
+        logit_bytes = 2 * size * engine.max_running + POSITION_BYTES * min(engine.max_running, LOGIT_POSITIONS)
     return {
         "weights": size * model.parameters // parallel,
         "KV cache": engine.kv_tokens * cache_bytes(model, engine, dtype),
-        "forward pass": size * tokens * values_per_token + 8 * engine.max_running * model.vocabulary,
+        "forward pass": size * tokens * values_per_token + logit_bytes * model.vocabulary,
         "CUDA context": CONTEXT_BYTES + GRAPH_BYTES * (engine.name == "vllm") + NCCL_BYTES * (parallel > 1),
     }

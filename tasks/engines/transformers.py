@@ -41,8 +41,9 @@ ALIGNMENT = 64
 """Alignment of CPU tensors that PyTorch allocates, in bytes. Tensors of a memory-mapped model file have any alignment,
 and matrix products may round differently there: an engine that has slept would differ from others in the last bits."""
 
-SCORE_POSITIONS = 64
-"""Positions whose logits are copied at a time to score tokens: copies of all would take twice the memory of logits."""
+LOGIT_POSITIONS = 64
+"""Positions whose logits are copied at a time, to sample or to score tokens: copies of all would take many times the
+memory of logits."""
 
 
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
@@ -100,7 +101,9 @@ class TransformersEngine(EngineThread):
             temperatures = [
                 row.temperature for (row, _), n in zip(pass_rows, num_logits, strict=True) for _ in range(n)
             ]
-            tokens, logprobs = sample(torch.cat(logits), temperatures, self._generator) if temperatures else ([], [])
+            positions = [position for row_logits in logits for position in row_logits]
+            tokens, logprobs = sample(positions, temperatures, self._generator) if positions else ([], [])
+            del logits, positions  # before the next pass has its own
             start = 0
             with self._condition:
                 for (row, count), n in zip(pass_rows, num_logits, strict=True):
@@ -226,10 +229,11 @@ class TransformersEngine(EngineThread):
             all_logits = self._row_model.logits(list(zip(rows, new_tokens, strict=True)), lengths, cache)
             for row, tokens, logits, row_parts in zip(rows, sequences, all_logits, parts, strict=True):
                 targets = tokens[start + 1 : start + 1 + len(logits)]
-                for first in range(0, len(logits), SCORE_POSITIONS):
-                    positions = slice(first, first + SCORE_POSITIONS)
+                for first in range(0, len(logits), LOGIT_POSITIONS):
+                    positions = slice(first, first + LOGIT_POSITIONS)
                     row_parts.append(score_tokens(logits[positions].float() / temperature, targets[positions]))
                 row.length += len(logits)
+            del all_logits, logits  # before the next pass has its own
         return [
             TokenScores(
                 logprobs=tuple(x for part in row_parts for x in part.logprobs),
@@ -324,36 +328,42 @@ def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
 
 
 def sample(
-    logits: torch.Tensor, temperatures: Sequence[float], generator: torch.Generator
+    logits: Sequence[torch.Tensor], temperatures: Sequence[float], generator: torch.Generator
 ) -> tuple[list[int], list[float]]:
-    """Sample a token for each row of logits.
+    """Sample a token after each of at least one position.
 
     Args:
-        logits: [rows, vocabulary].
-        temperatures: of each row; 0 for its most likely token.
+        logits: Of each position, [vocabulary].
+        temperatures: Of each position; 0 for its most likely token.
 
     Returns:
         The tokens, and their logprobs in nats at that temperature, or at 1 for a most likely token.
     """
-    logits = logits.float()
-    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
-        divisors = [temperature or 1.0 for temperature in temperatures]
-        logits = logits / torch.tensor(divisors, device=logits.device)[:, None]
-    logprobs = logits.log_softmax(-1)
-    greedy = torch.tensor([temperature == 0.0 for temperature in temperatures], device=logits.device)
-    if all(temperature == 0.0 for temperature in temperatures):
-        tokens = logprobs.argmax(-1)
-    else:
-        # In double precision, where rounding of a sum over the vocabulary is far below any sampled probability.
-        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        threshold = (
-            torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
-            * cumulative[:, -1:]
-        )
-        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-        if any(temperature == 0.0 for temperature in temperatures):
-            tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+    device = logits[0].device
+    divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=device)[:, None]
+    greedy = torch.tensor([temperature == 0.0 for temperature in temperatures], device=device)
+    uniform = None
+    if any(temperatures):
+        uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=device)
+    tokens, token_logprobs = [], []
+    for first in range(0, len(logits), LOGIT_POSITIONS):
+        positions = slice(first, first + LOGIT_POSITIONS)
+        logprobs = torch.stack(logits[positions]).float().div_(divisors[positions]).log_softmax(-1)
+        chosen = None if uniform is None else _draw(logprobs, uniform[positions])
+        if chosen is None or not all(temperatures[positions]):
+            most_likely = logprobs.argmax(-1)
+            chosen = most_likely if chosen is None else torch.where(greedy[positions], most_likely, chosen)
+        tokens.append(chosen)
+        token_logprobs.append(logprobs.gather(1, chosen[:, None])[:, 0])
+    return torch.cat(tokens).tolist(), torch.cat(token_logprobs).tolist()
+
+
+def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw a token from each row of [rows, vocabulary] logprobs with [rows, 1] uniform numbers."""
+    # In double precision, where rounding of a sum over the vocabulary is far below any sampled probability.
+    cumulative = logprobs.exp().double().cumsum_(-1)
+    threshold = uniform * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_(max=logprobs.shape[1] - 1)
 
 
 def num_accepted(draft_tokens: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], max_tokens: int) -> int:

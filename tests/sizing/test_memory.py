@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from staleflow.pipeline.placement.devices import GB
 from staleflow.pipeline.sizing.memory import (
     LOGIT_BYTES,
+    LOGIT_POSITIONS,
     MODEL_TYPES,
     STORAGE_FACTOR,
     ModelShape,
@@ -30,12 +31,14 @@ from staleflow.pipeline.sizing.memory import (
 from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.engines import transformers as transformers_engine
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.engine_settings import TransformersSettings, VllmSettings
 from staleflow.tasks.engines.transformers import TransformersEngine
 from staleflow.tasks.training.lm_head import GPU_CHUNK_BYTES
 from staleflow.tasks.training.lora import inject_adapter
 from staleflow.tasks.training.trainer_settings import TrainingConfig
+from tests.tasks.engine_conformance import collect, request
 from tests.tasks.test_engine_transformers import settings
 
 QWEN3: dict[str, dict[str, Any]] = {
@@ -225,6 +228,7 @@ def test_the_transformers_engine_needs_more_for_its_cache_and_has_no_cuda_graphs
 
 def test_logits_are_counted_as_the_output_layer_computes_them() -> None:
     assert LOGIT_BYTES == 4 * GPU_CHUNK_BYTES
+    assert LOGIT_POSITIONS == transformers_engine.LOGIT_POSITIONS
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
@@ -317,18 +321,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch has no type f
         return result
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_path: Path) -> None:
+def save_wide_model(folder: Path) -> ModelShape:
+    """Save a model whose logits are larger than all else."""
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     config = CONFIG_MAPPING["qwen3"](vocab_size=30_000, num_hidden_layers=1, intermediate_size=64, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ModelShape.of(config.to_dict(), "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_path: Path) -> None:
+    shape = save_wide_model(tmp_path)
     teacher = TransformersEngine(settings(tmp_path, dtype=dtype, max_batch_tokens=512), InstanceId("teacher-0"))
     with contextlib.closing(teacher), torch.inference_mode(), LiveBytes() as live:
         teacher._score_together([[token % 100 for token in range(1500)]], 0.7)
     engine = TransformersSettings(kv_tokens=2048, max_running=512, max_batch_tokens=512)
-    parts = engine_parts(ModelShape.of(config.to_dict(), ""), engine, dtype)
+    parts = engine_parts(shape, engine, dtype)
     planned = sum(parts.values()) - parts["CUDA context"]
     assert planned / 4 < live.peak <= planned
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_samples_within_its_planned_memory(dtype: str, tmp_path: Path) -> None:
+    shape = save_wide_model(tmp_path)
+    changes: dict[str, Any] = {"kv_tokens": 8192, "max_running": 192, "max_batch_tokens": 512}
+    engine = TransformersEngine(settings(tmp_path, dtype=dtype, **changes, temperature=0.7), InstanceId("rollout-0"))
+    live = LiveBytes()
+    with contextlib.closing(engine):
+        engine._call(live.__enter__).result()
+        engine.submit([request(i, max_new_tokens=8) for i in range(192)])
+        collect(engine, 192)
+        engine._call(lambda: live.__exit__(None, None, None)).result()
+    parts = engine_parts(shape, TransformersSettings(**changes), dtype)
+    assert parts["forward pass"] / 2 < live.peak <= parts["forward pass"] + parts["KV cache"]
 
 
 def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds() -> None:
