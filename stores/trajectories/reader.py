@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from staleflow.stores.trajectories.repository import (
     branch_names,
     bucket_fails,
     one_line,
+    raised_as_store_error,
     repository_at,
     store_error,
 )
@@ -440,6 +442,15 @@ class StoreReader:
         """Length of each array by name, which an audit compares with the records."""
         root = self._read_root()
         return {name: int(root[name].shape[0]) for name in array_names(root)}
+
+    def deleted_arrays(self) -> list[str]:
+        """Names of the arrays that the store had after its first commit and lacks now. Raises StoreError."""
+        with raised_as_store_error(Path(self._location), "its first commit cannot be read"):
+            # The oldest two are Icechunk's own, which is empty, and that of the store's creation.
+            first = deque(self._repository.ancestry(snapshot_id=self.snapshot), maxlen=3)[0]
+            earlier = StoreReader(self._repository, at_snapshot=str(first.id), location=self._location)
+        root = self._read_root()
+        return [name for name in array_names(earlier._read_root()) if name not in root]
 
     def read_tokens(self, rows: Rows) -> RowTokens:
         """Read the token arrays from the first to the last of these rows. rows: at least one."""

@@ -289,6 +289,13 @@ def delete_array(name: str) -> Edit:
     return lambda root: root.__delitem__(name)
 
 
+def remove_first_commit(folder: Path) -> None:
+    """Damage the snapshot of the run's first commit."""
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    path = folder / "snapshots" / list(repository.ancestry(branch="main"))[-3].id
+    path.write_bytes(path.read_bytes()[:20])
+
+
 def corrupt_record(root: Any) -> None:
     at = int(root["commits"][-1, COMMIT_AT["record_offset"]])
     root["records"][at] = ord("x")
@@ -450,6 +457,17 @@ FAULTS = (
             edit=delete_array(array),
         )
         for array in (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "rows/trajectory", "text", "commits", "records")
+    ),
+    *(
+        Fault(
+            name=f"{array.replace('/', '_')}_absent", check="arrays", where=array, message="was deleted",
+            rows=rows, edit=delete_array(array), alone=array == "rows/sampled_s",
+        )
+        for array, rows in (("rows/reward", same_rows), ("rows/sampled_s", same_rows), ("tokens/teacher", taught_rows))
+    ),
+    Fault(
+        name="first_commit_unreadable", check="arrays", where="deleted columns",
+        message=".*/s: .* cannot be read: .*", files=remove_first_commit,
     ),
     Fault(
         name="tokens_of_different_lengths", check="arrays", where="tokens",
