@@ -23,6 +23,9 @@ heartbeat."""
 MISSED_HEARTBEATS = 3
 """Number of intervals between heartbeats that must also have passed. The first interval of a client is
 distributed.client.heartbeat; then the scheduler sets it: 5 seconds for up to 10 clients, 30 for 400, and so on."""
+BEGIN_S = 300.0
+"""Minimum seconds from a job's admission to the first request of its driver after which that counts as lost. It imports
+this package and connects to the scheduler meanwhile."""
 CHECK_S = 5.0
 """Seconds between two checks."""
 
@@ -39,8 +42,8 @@ def lease_s(num_clients: int) -> float:
 
 
 class DriverWatch:
-    """Watches the drivers of one scheduler's jobs. on_silent: called with each driver's job that counts as lost and the
-    lease in seconds, again after each further lease that it stays so."""
+    """Watches the drivers of one scheduler's jobs. on_silent: called with each job whose driver counts as lost and
+    the seconds after which it does, again each time they have passed."""
 
     def __init__(self, scheduler: Any, jobs: Mapping[str, Job], on_silent: Callable[[Job, float], None]) -> None:
         self._scheduler = scheduler
@@ -58,25 +61,26 @@ class DriverWatch:
             if now - checked_at > 2 * CHECK_S:  # this process itself was stopped and received no heartbeats
                 awake_since = now
             checked_at = now
-            lease = self._lease_s(now)
-            for job in self.silent_drivers(now, awake_since):
-                if now - reported_at.get(job.client, 0.0) > lease:
-                    reported_at[job.client] = now
-                    self._on_silent(job, lease)
+            for job, limit_s in self.silent_drivers(now, awake_since):
+                if now - reported_at.get(job.id, 0.0) > limit_s:
+                    reported_at[job.id] = now
+                    self._on_silent(job, limit_s)
 
-    def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
-        """Return the submitted jobs whose driver counts as lost. Drivers without a nanny are left out: nothing can end
-        them, so two drivers could run at once. awake_since: time since which heartbeats could be received."""
+    def silent_drivers(self, now: float, awake_since: float) -> list[tuple[Job, float]]:
+        """Return the submitted jobs whose driver counts as lost, each with the seconds after which it does. Drivers
+        without a nanny are left out: nothing can end them, so two drivers could run at once. awake_since: time since
+        which heartbeats could be received."""
         clients, workers, lease = self._scheduler.clients, self._scheduler.workers, self._lease_s(now)
-        return [
-            job
-            for job in self._jobs.values()
-            if job.state not in ENDED
-            and (client := clients.get(job.client)) is not None
-            and (worker := workers.get(job.driver_worker)) is not None
-            and worker.nanny
-            and now - max(client.last_seen, awake_since) > lease
-        ]
+        silent = []
+        for job in self._jobs.values():
+            worker, client = workers.get(job.driver_worker), clients.get(job.client)
+            if job.state in ENDED or worker is None or not worker.nanny or (job.client and client is None):
+                continue
+            # Before it begins, a driver has no client, and the last that is known of it is its admission.
+            seen_at, limit_s = (client.last_seen, lease) if client else (job.reported_at, max(lease, BEGIN_S))
+            if now - max(seen_at, awake_since) > limit_s:
+                silent.append((job, limit_s))
+        return silent
 
     def _lease_s(self, now: float) -> float:
         """Seconds without a heartbeat after which a driver counts as lost, by the most clients of the last minutes."""

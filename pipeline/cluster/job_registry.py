@@ -172,9 +172,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             self._spawn(self._reserve_engine_workers(engine_workers))
         self._admit_jobs()
 
-    def _restart_silent_driver(self, job: Job, lease_s: float) -> None:
-        """Restart the worker of a driver that has not reported for lease_s; Dask restarts the driver on another one."""
-        job.log(f"its driver on {job.driver_worker} has not reported for {lease_s:g} s and is restarted")
+    def _restart_silent_driver(self, job: Job, silent_s: float) -> None:
+        """Restart the worker of a driver that has not reported for silent_s; Dask restarts the driver elsewhere."""
+        job.log(f"its driver on {job.driver_worker} has not reported for {silent_s:g} s and is restarted")
         self._spawn(worker_restarts.restart_workers(self._scheduler, [job.driver_worker]))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -304,7 +304,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         admitted_gangs, expired_ids = self.job_queue.admit_ready(time.monotonic())
         for id, gang in admitted_gangs.items():
             job = self.jobs[id]
-            job.driver_worker, job.why = find_driver_worker(gang), "its driver starts"
+            job.driver_worker, job.why, job.reported_at = find_driver_worker(gang), "its driver starts", time.time()
             self._announced_waits.discard(id)
             job.log(f"has its {len(gang)} workers")
             self._restrict_driver(job)

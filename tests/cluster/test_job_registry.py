@@ -324,7 +324,10 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
 def silent_jobs(**changes: Any) -> list[str]:
     """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
-    job = Job("a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", driver_worker=at.get("driver_worker", "w"))
+    job = Job(
+        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client=at.get("client", "c"),
+        driver_worker=at.get("driver_worker", "w"), reported_at=at.get("admitted", 0.0),
+    )  # fmt: skip
     clients = {str(number): SimpleNamespace(last_seen=1000.0) for number in range(at.get("other_clients", 0))}
     clients["c"] = SimpleNamespace(last_seen=at["heard"])
     workers = {"w": SimpleNamespace(nanny=at["nanny"])}
@@ -333,7 +336,7 @@ def silent_jobs(**changes: Any) -> list[str]:
     watch.silent_drivers(1000.0 - at.get("left_before_s", 0.0), at["awake_since"])
     for number in range(at.get("num_left", 0)):
         del clients[str(number)]
-    return [job.id for job in watch.silent_drivers(1000.0, at["awake_since"])]
+    return [job.id for job, _ in watch.silent_drivers(1000.0, at["awake_since"])]
 
 
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
@@ -349,6 +352,15 @@ def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs(nanny=None) == [], "without a nanny there might be two drivers"
     assert silent_jobs(state="done") == []
     assert silent_jobs(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
+
+
+def test_a_driver_that_has_not_begun_long_after_its_admission_is_lost() -> None:
+    """It hangs before the scheduler knows its client, which sends heartbeats."""
+    not_begun = {"state": "waiting", "client": ""}
+    assert silent_jobs(**not_begun, admitted=999.0 - driver_watch.BEGIN_S) == ["a"]
+    assert silent_jobs(**not_begun, admitted=1000.0 - driver_watch.BEGIN_S) == []
+    assert silent_jobs(**not_begun, admitted=100.0, awake_since=950.0) == []
+    assert silent_jobs(**not_begun, admitted=100.0, driver_worker="") == [], "it waits for workers"
 
 
 class Clock:
