@@ -304,7 +304,7 @@ def _first_prompt(
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)
-    rows: set[int] = set()
+    step_prompts = set()
     for number, task in itertools.chain([(0, first)], _draw_prompts(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
             with raised_as(ConfigError, _locate_prompt(config, task, number), ConfigError):
@@ -315,16 +315,16 @@ def _first_prompt(
                     f"the model's tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
         if 0 <= number < step_groups:
-            rows.add(task.row)
+            step_prompts.add(task.identity)
     if prompts.num_held_out is not None and prompts.num_held_out < config.task.eval_prompts:
         notes.append(
             f"task.eval_prompts = {config.task.eval_prompts}: only {prompts.num_held_out} rows are held out; each is "
             "evaluated once"
         )
-    if len(rows) < step_groups <= number + 1:
+    if len(step_prompts) < step_groups <= number + 1:
         notes.append(
-            f"batch.groups_per_step = {step_groups}: {config.task.source} has only {len(rows)} training prompts; a "
-            f"step draws each about {step_groups / len(rows):.1f} times"
+            f"batch.groups_per_step = {step_groups}: {config.task.source} has only {len(step_prompts)} distinct "
+            f"training prompts; a step draws each about {step_groups / len(step_prompts):.1f} times"
         )
     return first, prompts
 

@@ -158,7 +158,11 @@ def test_numbers_of_prompts_that_exceed_the_data_set_are_noted(tiny_model: Path,
     evaluated, drawn = preflight.check_job(loading.from_tree(large, "job"))
     assert evaluated == "task.eval_prompts = 5: only 2 rows are held out; each is evaluated once"
     assert drawn.startswith("batch.groups_per_step = 27: jsonl:")
-    assert drawn.endswith("has only 18 training prompts; a step draws each about 1.5 times")
+    assert drawn.endswith("has only 18 distinct training prompts; a step draws each about 1.5 times")
+    repeated = "".join(f'{{"prompt": "{i % 6}+1=", "answer": "{i % 6 + 1}"}}\n' for i in range(20))
+    (tmp_path / "rows.jsonl").write_text(repeated)
+    (drawn,) = preflight.check_job(loading.from_tree(tree | {"batch": {"groups_per_step": 8}}, "job"))
+    assert drawn.endswith("has only 4 distinct training prompts; a step draws each about 2.0 times")
 
 
 @pytest.mark.parametrize(
