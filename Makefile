@@ -81,7 +81,7 @@ test: install-test  ## lint, types, import contracts, the site, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) docs NOTEBOOKS=off  # tests execute them
+	$(MAKE) docs NOTEBOOKS=off  # tests execute two, and nightly all
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 quick: install-test  ## lint, and the tests of pure rules with few examples: under a minute

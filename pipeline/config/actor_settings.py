@@ -87,8 +87,11 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
             environment_config=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
-    predecessor_s = {"source.endpoint.predecessor_s": config.deadlines.call_s} if is_replacement else {}
-    return knob_tree.with_values(episode_settings(config), predecessor_s)
+    settings = episode_settings(config)
+    if not is_replacement:
+        return settings
+    endpoint = dataclasses.replace(settings.source.endpoint, predecessor_s=config.deadlines.call_s)
+    return dataclasses.replace(settings, source=dataclasses.replace(settings.source, endpoint=endpoint))
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
@@ -241,7 +244,8 @@ def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
         return source
     from staleflow.tasks.episodes.tools import describe_tools
 
-    return knob_tree.with_values(source, {"task.system": system.replace("{tools}", describe_tools(config.environment))})
+    system = system.replace("{tools}", describe_tools(config.environment))
+    return dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
 
 
 def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
@@ -310,7 +314,9 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
     emulated_task = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
-        prompts=knob_tree.with_values(prompts, {"source.task": emulated_task, "sets": (), "max_prompt_tokens": None}),
+        prompts=dataclasses.replace(
+            prompts, source=dataclasses.replace(prompts.source, task=emulated_task), sets=(), max_prompt_tokens=None
+        ),
         count=sft.examples_per_step,
         source=sft.source,
         options=sft.options,

@@ -29,8 +29,7 @@ class Entry:
     completed: list[TrajectoryId] = field(default_factory=list)
     state: EntryState = EntryState.QUEUED
     version: PolicyVersion = PolicyVersion(-1)
-    routed: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
-    """v_traj of each routed member; once the group is occupied, of those that are trained on, in their order."""
+    routed: set[TrajectoryId] = field(default_factory=set)
 
     @property
     def members(self) -> tuple[TrajectoryId, ...]:
@@ -55,8 +54,7 @@ class Consumption:
     step: int
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
-    versions: tuple[PolicyVersion, ...]
-    """v_traj, one per member."""
+    versions: tuple[PolicyVersion, ...]  # one per group
     surplus: tuple[Ending, ...]
 
 

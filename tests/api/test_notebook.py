@@ -39,6 +39,9 @@ class TestNotebooks:
         assert "verified" in text
         assert (tmp_path / "stored-run" / "offline" / "checkpoints").is_dir()
 
+    # One of the three, a minute of processor time each. By default test_typing.py checks its calls, and other tests run
+    # code like it.
+    @pytest.mark.slow
     def test_user_code_in_a_notebook_trains_and_is_stored_with_the_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
