@@ -192,6 +192,7 @@ class Mixture:
     def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Choose the next prompts: (source, task) of each. They count as requested until they arrive."""
         draws = []
+        in_flight = [{*s.tasks_in_flight.values(), *s.requested_tasks} for s in self._progress]
         for _ in range(num_groups):
             number = self._choose_source()
             progress = self._progress[number]
@@ -200,11 +201,12 @@ class Mixture:
                     number=progress.state.num_drawn + len(progress.requested_tasks),
                     seed=self._seed,
                     source=number,
-                    in_flight={*progress.tasks_in_flight.values(), *progress.requested_tasks},
+                    in_flight=in_flight[number],
                 ),
                 progress.state.sampler,
             )
             progress.requested_tasks.append(task)
+            in_flight[number].add(task)
             draws.append((number, task))
         return tuple(draws)
 
