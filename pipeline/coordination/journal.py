@@ -42,8 +42,6 @@ CODEC = Codec(
         SourceState,
     ),
 )
-REMOVED_COMMAND = "SetDraftLength"
-"""Type of a command of earlier versions, which is not read."""
 OUTCOME_KEY = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""
 PART_BYTES = 64 * 2**20
@@ -194,14 +192,11 @@ def uncompressed_bytes(file: Path) -> int:
 
 class JournalReader:
     """Iterates over the entries of a journal. An incomplete last line, which a killed process may leave, is skipped.
-    incomplete_line: number of that line once it has been reached; 0 if there is none.
-    has_removed_commands: whether commands were left out that coordinators of earlier versions gave; other decisions may
-    depend on them."""
+    incomplete_line: number of that line once it has been reached; 0 if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.incomplete_line = 0
-        self.has_removed_commands = False
 
     def __iter__(self) -> Iterator[JournalEntry]:
         """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one, and naming the file for a
@@ -232,9 +227,6 @@ class JournalReader:
                         self._require_heading(file, value, part)
                         continue
                     try:
-                        if REMOVED_COMMAND.encode() in line:
-                            value["commands"] = [c for c in value["commands"] if c["type"] != REMOVED_COMMAND]
-                            self.has_removed_commands = True
                         entry = CODEC.decode(value, JournalEntry)
                         _check_entry(entry)
                     except (ValueError, LookupError, TypeError) as error:

@@ -55,8 +55,6 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         result += journal.replay(coordinator, coverage.observe(entries))
         difference = result.difference
         if difference:
-            if entries.has_removed_commands:
-                difference += "; an earlier version decided this run's draft lengths, on which others depend"
             break
         if coverage.resumed_from > previous_version:
             missing = (

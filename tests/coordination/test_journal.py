@@ -282,13 +282,6 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_a_command_of_the_previous_version_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    removed, kept = '{"type":"SetDraftLength","instance":"b","length":4}', '{"type":"Score","trajectory":7}'
-    path.write_text(f'{{"now":1.5,"event":{{"type":"Tick"}},"commands":[{removed},{kept}]}}\n')
-    assert [entry.commands for entry in journal.JournalReader(path)] == [(Score(trajectory=TrajectoryId(7)),)]
-
-
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"events\.jsonl'$"):
         journal.open_part(tmp_path / "events.jsonl")

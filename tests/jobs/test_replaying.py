@@ -41,18 +41,6 @@ def test_a_complete_journal_gives_the_same_commands(tmp_path: Path) -> None:
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_a_difference_in_a_run_whose_draft_lengths_were_decided_is_explained(tmp_path: Path) -> None:
-    run_folder(tmp_path / "run")
-    journal = tmp_path / "run" / "events.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    routing = next(line for line in lines if any(c["type"] == "Route" for c in line["commands"]))
-    routing["commands"] = [{"type": "SetDraftLength", "instance": "a", "length": 2}]
-    journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-    result = command("replay", tmp_path / "run")
-    assert result.returncode == 1
-    assert "an earlier version decided this run's draft lengths" in result.stdout + result.stderr
-
-
 def last_of(kind: str) -> Callable[[list[str]], int]:
     return lambda lines: max(i for i, line in enumerate(lines) if f'"event":{{"type":"{kind}"' in line)
 
