@@ -120,11 +120,20 @@ class Share(SimulatedRun):
         self._schedule(until_s, lambda: self._resume(state, in_flight))
 
     def _in_flight(self, group: GroupId) -> GroupInFlight:
-        members = [t for t in self.coordinator._state.live_trajectories.values() if t.group == group]
+        trajectories = self.coordinator._state.live_trajectories.values()
+        members = [_delivered_part(t) for t in trajectories if t.group == group]
+        for trajectory, version in () if members else self.coordinator.ledger.live_groups[group].routed.items():
+            reward = self._workload.reward(*self._workload_index(trajectory))
+            members.append(
+                MemberInFlight(
+                    trajectory=trajectory, version=version, tokens=self._tokens[trajectory], sampled=True,
+                    scored=True, reward=reward,
+                )
+            )  # fmt: skip
         return GroupInFlight(
             group=group,
-            prompt_tokens=members[0].prompt_tokens,
-            members=tuple(sorted(map(_delivered_part, members), key=lambda member: not member.scored)),
+            prompt_tokens=self._workload.prompt_tokens(group),
+            members=tuple(sorted(members, key=lambda member: not member.scored)),
         )
 
     def _resume(self, state: LedgerState, in_flight: list[GroupInFlight]) -> None:

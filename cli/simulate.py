@@ -135,7 +135,7 @@ def plan(config_path: str, run: str, overrides: tuple[str, ...], as_json: bool) 
     """Forecast a run from the times of its profile or of a similar run: seconds per step, tokens per second, lag, total
     time and tokens, each with a 90 % interval. The run compares them with what it measures."""
     from staleflow.pipeline.api import planning
-    from staleflow.pipeline.jobs.forecasting import CODEC
+    from staleflow.pipeline.recovery.run_folder import CODEC
 
     forecast = planning.plan(config_path, measured_in=Path(run) if run else None, overrides=overrides)
     click.echo(json.dumps(CODEC.encode(forecast), indent=2) if as_json else "\n".join(forecast.lines))

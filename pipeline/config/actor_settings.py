@@ -87,11 +87,8 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
             environment_config=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
-    settings = episode_settings(config)
-    if not is_replacement:
-        return settings
-    endpoint = dataclasses.replace(settings.source.endpoint, predecessor_s=config.deadlines.call_s)
-    return dataclasses.replace(settings, source=dataclasses.replace(settings.source, endpoint=endpoint))
+    predecessor_s = {"source.endpoint.predecessor_s": config.deadlines.call_s} if is_replacement else {}
+    return knob_tree.with_values(episode_settings(config), predecessor_s)
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
@@ -244,8 +241,7 @@ def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
         return source
     from staleflow.tasks.episodes.tools import describe_tools
 
-    system = system.replace("{tools}", describe_tools(config.environment))
-    return dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
+    return knob_tree.with_values(source, {"task.system": system.replace("{tools}", describe_tools(config.environment))})
 
 
 def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
@@ -314,9 +310,7 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
     emulated_task = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
-        prompts=dataclasses.replace(
-            prompts, source=dataclasses.replace(prompts.source, task=emulated_task), sets=(), max_prompt_tokens=None
-        ),
+        prompts=knob_tree.with_values(prompts, {"source.task": emulated_task, "sets": (), "max_prompt_tokens": None}),
         count=sft.examples_per_step,
         source=sft.source,
         options=sft.options,

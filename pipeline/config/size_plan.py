@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from staleflow.pipeline.config.knob_tree import toml_value
+from staleflow.pipeline.config.knob_tree import toml_value, with_values
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
@@ -118,7 +118,7 @@ def mean_tokens(config: RunConfig) -> float:
 
 
 def _rank_fits(shape: memory.ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
-    job = dataclasses.replace(job, training=dataclasses.replace(job.training, ranks=ranks))
+    job = with_values(job, {"training.ranks": ranks})
     parts = job.trainer_parts(shape)
     return not device_bytes or sum(parts.values()) <= device_bytes * (1 - memory.MARGIN)
 

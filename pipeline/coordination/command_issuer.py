@@ -46,15 +46,13 @@ class CommandIssuer:
 
     def consume_batch(self) -> None:
         """Consume the batch of the next step and train on it; if GPUs are shared, once all instances sleep."""
-        batch = self._state.consume()
+        batch, surplus = self._state.consume()
         self._decision_log.note_all(batch.members, f"consumed by step {batch.step}")
-        for group in batch.groups:
-            self._forecast.remove_group(group)
         self._pending_train = commands.Train(step=batch.step, trajectories=batch.members, versions=batch.versions)
         if self._state.shares_gpus:
             self._put_to_sleep(batch.step)
         self.train_pending()
-        self.discard(batch.surplus)
+        self.discard(surplus)
 
     def train_pending(self) -> None:
         """Start the step whose batch is consumed, once no instance is awake."""

@@ -253,6 +253,7 @@ class Coordinator(CoordinatorInspection):
             self._issuer.discard(self._state.filter(group, drop_reason))
         else:
             self._issuer.discard(self._state.occupy(group))
+            self.forecast.remove_group(group)
 
     def _on_pull_finished(self, event: events.PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)

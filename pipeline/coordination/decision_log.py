@@ -11,7 +11,7 @@ from staleflow.pipeline.coordination.events import TrajectoryInterrupted, Trajec
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.snapshot import Snapshot, explain_waiting, take_snapshot
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 MAX_NOTES = 200_000
 """Number of notes kept for `story`: about 60,000 trajectories of three notes each, some tens of megabytes, and a few
@@ -97,6 +97,10 @@ class CoordinatorInspection:
     def is_training(self) -> bool:
         """Whether a step is being trained."""
         return self._state.is_training
+
+    def served_versions(self) -> set[PolicyVersion]:
+        """The versions that instances serve, or are about to load."""
+        return {*self._state.fleet.distinct_versions()}
 
     def num_running_by_instance(self) -> dict[InstanceId, int]:
         """Number of trajectories on each instance, as far as the coordinator knows. O(instances)."""

@@ -16,7 +16,12 @@ def validate(state: CoordinatorState) -> None:
     """Check all invariants. O(live trajectories). Raises `ProtocolViolation` for the first that is broken."""
     state.ledger.validate()
     state.fleet.validate()
-    members = {member for entry in state.ledger.live_groups.values() for member in entry.members}
+    members = {
+        member
+        for entry in state.ledger.live_groups.values()
+        if entry.state is not EntryState.OCCUPIED
+        for member in entry.members
+    }
     if state.evaluation is not None:
         members |= state.evaluation.members
     if members != state.live_trajectories.keys():
@@ -67,12 +72,10 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
             raise ProtocolViolation(
                 f"{trajectory.id} is {trajectory.phase.value}, its group has {entry.completed} completed"
             )
-    is_routed = (
-        trajectory.route_number > 0
-        if trajectory.is_evaluation
-        else trajectory.id in state.ledger.live_groups[trajectory.group].routed
-    )
-    if (trajectory.v_traj >= 0) != is_routed or is_routed != (trajectory.route_number > 0):
+        v_traj = entry.routed.get(trajectory.id, -1)
+    else:
+        v_traj = trajectory.v_traj
+    if trajectory.v_traj != v_traj or (v_traj >= 0) != (trajectory.route_number > 0):
         raise ProtocolViolation(
             f"{trajectory.id} was routed {trajectory.route_number} times, with version {trajectory.v_traj}"
         )

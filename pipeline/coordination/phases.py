@@ -1,6 +1,6 @@
 """The phases of a trajectory in flight, and the transitions between them. Pure.
 
-    QUEUED --ROUTED--> RUNNING --SAMPLED, TRUNCATED--> SCORING --SCORED--> DONE --CONSUMED--> ENDED
+    QUEUED --ROUTED--> RUNNING --SAMPLED, TRUNCATED--> SCORING --SCORED--> DONE --OCCUPIED--> ENDED
      ^  ^                 | |                                                ^
      |  +-----------------+ |  INTERRUPTED, FAILED, INSTANCE_LOST            |
      |                      +--TURN_SAMPLED--> IN_ENVIRONMENT --SCORED-------+
@@ -25,9 +25,9 @@ class Phase(Enum):
     """Its environment executes a step with its latest turn."""
     SCORING = "scoring"
     DONE = "done"
-    """Scored; waits for the rest of its group, then for the trainer."""
+    """Scored; waits for the rest of its group."""
     ENDED = "ended"
-    """No longer live."""
+    """No longer live, or of a finished group, which only the ledger keeps until it is trained on."""
 
     __hash__ = object.__hash__  # members are singletons; the hash of Enum is a Python function, and slow
 
@@ -48,7 +48,8 @@ class Transition(Enum):
     FAILED = "failed"
     INSTANCE_LOST = "instance lost"
     SCORED = "scored"
-    CONSUMED = "consumed"
+    OCCUPIED = "occupied"
+    """Its group is complete and available to the trainer."""
     DISCARDED = "discarded"
     """Aborted or filtered."""
 
@@ -67,7 +68,7 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.RUNNING, Transition.FAILED): Phase.QUEUED,
     (Phase.RUNNING, Transition.INSTANCE_LOST): Phase.QUEUED,
     (Phase.SCORING, Transition.SCORED): Phase.DONE,
-    (Phase.DONE, Transition.CONSUMED): Phase.ENDED,
+    (Phase.DONE, Transition.OCCUPIED): Phase.ENDED,
     (Phase.QUEUED, Transition.DISCARDED): Phase.ENDED,
     (Phase.RUNNING, Transition.DISCARDED): Phase.ENDED,
     (Phase.IN_ENVIRONMENT, Transition.DISCARDED): Phase.ENDED,

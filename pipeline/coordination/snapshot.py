@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
@@ -11,9 +12,9 @@ from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
-    """The coordinator's view of one rollout instance."""
+class InstanceView(NamedTuple):
+    """The coordinator's view of one rollout instance. A tuple: thousands of them take a third of the time of
+    dataclasses."""
 
     instance: InstanceId
     version: int
@@ -77,15 +78,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
         staleness_in_queue=ledger.mean_lag(EntryState.OCCUPIED),
         buffers=ledger.view(),
         instances=tuple(
-            InstanceView(
-                instance=i.id,
-                version=i.version,
-                pulling=i.pulling,
-                num_running=i.num_running,
-                max_running=i.max_running,
-                kv_tokens=i.kv_tokens,
-                kv_capacity=i.kv_capacity,
-            )
+            InstanceView(i.id, i.version, i.pulling, i.num_running, i.max_running, i.kv_tokens, i.kv_capacity)
             for i in state.fleet
         ),
         refusals=dict(refusals),

@@ -12,24 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 
 from staleflow.pipeline.coordination.evaluations import Evaluations, RunningEvaluation
 from staleflow.pipeline.coordination.fleet import Fleet, Instance
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.state_counts import ReplanFlags, RunningMeans, TruncationCounts
-from staleflow.pipeline.coordination.trajectories import (
-    DiscardedTrajectory,
-    LiveTrajectory,
-    TrainBatch,
-    restore_members,
-)
+from staleflow.pipeline.coordination.trajectories import DiscardedTrajectory, LiveTrajectory, restore_members
 from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Ending, EntryState
+from staleflow.stores.staleness.ledger_entries import Consumption, Ending, EntryState
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -177,8 +171,13 @@ class CoordinatorState(ReplanFlags):
         return is_complete
 
     def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
-        """Make a complete group available to the trainer. Returns the trajectories that became surplus."""
-        return self._remove_ended(self.ledger.occupy(group))
+        """Make a complete group available to the trainer. Only the ledger keeps its members. Returns the trajectories
+        that became surplus."""
+        discarded_trajectories = self._remove_ended(self.ledger.occupy(group))
+        for member in self.ledger.live_groups[group].completed:
+            trajectory = self.live_trajectories.pop(member)
+            self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.OCCUPIED))
+        return discarded_trajectories
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Discard a complete group that is not worth training on."""
@@ -189,29 +188,25 @@ class CoordinatorState(ReplanFlags):
         return self._remove_ended(self.ledger.abort(group, reason, member))
 
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
-        """Abort all trajectories in flight."""
+        """Abort all trajectories in flight, and those that wait for the trainer."""
+        for entry in self.ledger.live_groups.values():
+            for member, version in entry.routed.items() if entry.state is EntryState.OCCUPIED else ():
+                self._add(
+                    LiveTrajectory(id=member, group=entry.group, prompt_tokens=0, phase=Phase.DONE, v_traj=version)
+                )
         return self._remove_ended(
             [ending for group in tuple(self.ledger.live_groups) for ending in self.ledger.abort(group, reason)]
         )
 
-    def consume(self) -> TrainBatch:
-        """Consume the batch of the next step. Returns it."""
-        consumption = self.ledger.consume(self.ledger.next_step)
+    def consume(self) -> tuple[Consumption, tuple[DiscardedTrajectory, ...]]:
+        """Consume the batch of the next step. Returns it, and the trajectories that became surplus."""
+        batch = self.ledger.consume(self.ledger.next_step)
         self.is_training, self._trainer_idle_since = True, None
         if self.mixture is not None:
-            self.mixture.count_trained(consumption.groups)
-        self.truncations.count_consumed(len(consumption.members))
-        trajectories = list(map(self.live_trajectories.pop, consumption.members))
-        self.num_in_phase[Phase.DONE] -= len(trajectories)  # the ledger consumes only completed members
-        self.num_in_phase[next_phase(Phase.DONE, Transition.CONSUMED)] += len(trajectories)
+            self.mixture.count_trained(batch.groups)
+        self.truncations.count_consumed(len(batch.members))
         self._admission_changed = self._routing_changed = True
-        return TrainBatch(
-            step=consumption.step,
-            groups=consumption.groups,
-            members=consumption.members,
-            versions=tuple(map(attrgetter("v_traj"), trajectories)),
-            surplus=self._remove_ended(consumption.surplus),
-        )
+        return batch, self._remove_ended(batch.surplus)
 
     # -- evaluations ---------------------------------------------------------------------------------------------
 

@@ -110,15 +110,3 @@ class DiscardedTrajectory:
     running_instance: InstanceId | None
     cached_instance: InstanceId | None
     has_open_environment: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainBatch:
-    """The batch that a training step has just consumed. versions: v_traj of each member. surplus: trajectories that
-    were discarded because the batch is complete without them."""
-
-    step: int
-    groups: tuple[GroupId, ...]
-    members: tuple[TrajectoryId, ...]
-    versions: tuple[PolicyVersion, ...]
-    surplus: tuple[DiscardedTrajectory, ...]

@@ -19,7 +19,7 @@ from pathlib import Path
 from staleflow.pipeline.config import actor_settings, knob_tree, size_plan
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB
-from staleflow.pipeline.recovery.run_folder import DISK_REMEDY
+from staleflow.pipeline.recovery.run_folder import CODEC, DISK_REMEDY, read_values
 from staleflow.pipeline.simulator.analysis import as_metrics, compute_stats
 from staleflow.pipeline.simulator.run_forecast import (
     NUM_SIMULATIONS,
@@ -33,11 +33,9 @@ from staleflow.pipeline.simulator.run_forecast import (
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.errors import StaleflowError, StoreError, raised_as
 from staleflow.stores.files import replace_text
-from staleflow.stores.serialization import Codec
 from staleflow.tasks.emulation.workload import RecordedWorkload
 
 FILE = "forecast.json"
-CODEC = Codec()
 START_LIMIT_S = 10.0
 """Most seconds that a starting run simulates itself, while its processes start; `staleflow plan` has no limit."""
 MAX_SEED = 2**31
@@ -115,11 +113,7 @@ def write_forecast(run_dir: Path, forecast: Forecast) -> None:
 
 def read_forecast(run_dir: Path) -> Forecast | None:
     """Read the forecast of a run; None if there is none. Raises StoreError."""
-    path = run_dir / FILE
-    try:
-        return CODEC.decode(json.loads(path.read_text("utf-8")), Forecast) if path.is_file() else None
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without a forecast") from error
+    return read_values(run_dir / FILE, Forecast, "remove it to continue without a forecast")
 
 
 def prepare_forecast(config: RunConfig, job: str, stop: threading.Event | None = None) -> str:

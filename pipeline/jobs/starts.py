@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.recovery.run_folder import STARTS
+from staleflow.pipeline.recovery.run_folder import CODEC, STARTS, read_values
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replacing
-from staleflow.stores.serialization import Codec
 
-CODEC = Codec()
 PHASES_PER_START = (
     "decide_s",
     "driver_cpu_s",
@@ -99,12 +97,7 @@ class StartRecorder(RunListener):
 
 def read(run_dir: Path) -> list[Start]:
     """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
-    path = run_dir / STARTS
-    try:
-        entries = json.loads(path.read_text("utf-8")) if path.is_file() else []
-        return [CODEC.decode(entry, Start) for entry in entries]
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to continue without earlier losses") from error
+    return read_values(run_dir / STARTS, list[Start], "remove it to continue without earlier losses") or []
 
 
 def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:

@@ -226,15 +226,16 @@ class DaskWorkers:
             await self._ask("return_worker", id=self.job, address=address)
 
     def mark_lost(self, name: str) -> None:
-        """Remove a lost actor. No actor is placed in its process again, because it may hang or still hold memory. The
-        nanny restarts it, unless the driver or another actor than a parameter server runs there too."""
+        """Remove a lost actor, and the parameter servers beside it. No actor is placed in its process again, because it
+        may hang or still hold memory. The nanny restarts it, unless the driver or another actor runs there too."""
         lost = self.placed[name]
         self.release_light_actor(name)
         self.lost.add(lost.address)
         neighbors = [p for p in self.placed.values() if p.address == lost.address]
-        if lost.address != self.own_worker and all(p.role == "parameters" for p in neighbors):
-            for other in neighbors:
-                self.release_light_actor(other.name)
+        for parameter_server in [p for p in neighbors if p.role == "parameters"]:
+            neighbors.remove(parameter_server)
+            self.release_light_actor(parameter_server.name)
+        if lost.address != self.own_worker and not neighbors:
             restart = asyncio.ensure_future(self._restart(lost.address))
             self.restarts.add(restart)
             restart.add_done_callback(self.restarts.discard)

@@ -1,6 +1,6 @@
 """The contract of worker processes on which actors are placed. Each process is either present or lost.
 
-Driver, Actors and InstanceLink use a cluster only through this module. Two implementations: DaskWorkers
+A run's driver places actors on a cluster only through this module. Two implementations: DaskWorkers
 (pipeline/processes/dask_workers.py), and one inside a test's own process whose faults are scripted
 (tests/support/in_process.py).
 
@@ -101,7 +101,7 @@ class Workers(Protocol):
         ...
 
     def mark_lost(self, name: str) -> None:
-        """Remove a lost actor; no actor is placed in its process again. Parameter servers beside it are removed too,
-        unless the driver or another actor runs there: then the process is left alone, because all of them may still
-        work, and each is lost only when a call to it fails."""
+        """Remove a lost actor, and the parameter servers beside it. No actor is placed in its process again. If the
+        driver or another actor runs there, it is left alone, because each of them may still work until a call to it
+        fails."""
         ...

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
@@ -172,65 +171,54 @@ class RunningTrajectory:
     """Those of its instance when it was routed."""
 
 
-class InstanceSums(NamedTuple):
-    """Sums of an instance up to a time, or between two times; see `TrackedInstance`."""
+@dataclass(slots=True)
+class InstanceSums:
+    """Sums of an instance since it joined, up to a time, or between two times; see `TrackedInstance`."""
 
     elapsed_s: float
     """The time, or the seconds between the two."""
-    num_pulls: int
-    trajectory_seconds: float
-    kv_token_seconds: float
-    pull_s: float
-    prefilled_tokens: float
+    num_pulls: int = 0
+    trajectory_seconds: float = 0.0
+    kv_token_seconds: float = 0.0
+    pull_s: float = 0.0
+    prefilled_tokens: float = 0.0
+
+    def since(self, before: InstanceSums) -> InstanceSums:
+        """The sums between an earlier time and this one."""
+        return InstanceSums(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 
 @dataclass(slots=True)
 class TrackedInstance:
-    """An instance and its sums since it joined, up to `updated_s`. Between two reports each of its trajectories is
-    assumed to gain one token per `token_s`, the rate of those that have ended."""
+    """An instance and its sums. Between two reports each of its trajectories is assumed to gain one token per
+    `token_s`, the rate of those that have ended."""
 
     name: InstanceId
     kv_capacity: int
     max_running: int
-    updated_s: float
+    sums: InstanceSums
+    """Those up to its latest update."""
     sums_at_report: InstanceSums | None = None
     """Those at the latest report; None before the first."""
     running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf
     steps: float = 0.0
-    prefilled_tokens: float = 0.0
     is_pulling: bool = False
-    num_pulls: int = 0
-    trajectory_seconds: float = 0.0
-    kv_token_seconds: float = 0.0
-    pull_s: float = 0.0
 
     def advance_to(self, now: float) -> None:
         """Add the time up to `now` to the sums."""
-        passed_s, self.updated_s = now - self.updated_s, now
+        passed_s, self.sums.elapsed_s = now - self.sums.elapsed_s, now
         steps = 0.0 if self.is_pulling else passed_s / self.token_s
         new_tokens = steps * len(self.running)
-        self.trajectory_seconds += passed_s * len(self.running)
-        self.kv_token_seconds += passed_s * (self.kv_tokens + new_tokens / 2)
-        self.pull_s += passed_s * self.is_pulling
+        self.sums.trajectory_seconds += passed_s * len(self.running)
+        self.sums.kv_token_seconds += passed_s * (self.kv_tokens + new_tokens / 2)
+        self.sums.pull_s += passed_s * self.is_pulling
         self.steps += steps
         self.kv_tokens += new_tokens
 
-    @property
-    def sums(self) -> InstanceSums:
-        """The sums up to `updated_s`."""
-        return InstanceSums(
-            self.updated_s, self.num_pulls, self.trajectory_seconds, self.kv_token_seconds, self.pull_s,
-            self.prefilled_tokens,
-        )  # fmt: skip
-
-    def sums_since(self, before: InstanceSums) -> InstanceSums:
-        """The sums between an earlier time and `updated_s`."""
-        return InstanceSums._make(now - then for now, then in zip(self.sums, before, strict=True))
-
     def estimate_tokens(self, trajectory: RunningTrajectory) -> float:
-        """Estimate the response tokens of a running trajectory at `updated_s`."""
+        """Estimate the response tokens of a running trajectory at its latest update."""
         return trajectory.tokens + self.steps - trajectory.steps
 
     @property

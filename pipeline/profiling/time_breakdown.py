@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from copy import copy
 
 from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.profiling.fit import CostModelFit
@@ -17,6 +18,7 @@ from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, St
 from staleflow.pipeline.profiling.step_times import (
     FleetCounts,
     InstanceSpeed,
+    InstanceSums,
     RunningTrajectory,
     StepTimes,
     TrackedInstance,
@@ -150,7 +152,8 @@ class TimeTracker:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
             case events.InstanceJoined():
-                instance = TrackedInstance(event.instance, event.kv_capacity, event.max_running, self._now)
+                sums = InstanceSums(self._now)
+                instance = TrackedInstance(event.instance, event.kv_capacity, event.max_running, sums)
                 self._instances[event.instance] = instance
                 self._fleet_counts.add(instance, 1)
             case events.InstanceLost():
@@ -246,7 +249,7 @@ class TimeTracker:
         instance = self._instance_of.get(event.trajectory)
         state = self._remove_from_instance(event.trajectory, event.route_number, event)
         if state is not None and instance is not None:
-            self._cached_turns[event.trajectory] = instance.name, instance.num_pulls, event.tokens
+            self._cached_turns[event.trajectory] = instance.name, instance.sums.num_pulls, event.tokens
 
     def _end_environment_step(self, trajectory: TrajectoryId, route_number: int, tokens: int) -> None:
         """Queue a trajectory after its environment step. tokens: its length now; 0 if the environment failed."""
@@ -264,9 +267,9 @@ class TimeTracker:
         self._fleet_counts.add(instance, -1)
         instance.advance_to(self._now)
         instance.is_pulling = pulling
-        instance.num_pulls += pulling
+        instance.sums.num_pulls += pulling
         if not pulling and self._on_pull == "interrupt":
-            instance.prefilled_tokens += instance.kv_tokens
+            instance.sums.prefilled_tokens += instance.kv_tokens
         self._fleet_counts.add(instance, 1)
 
     def _add_to_instance(self, instance: TrackedInstance, command: commands.Route) -> None:
@@ -277,12 +280,12 @@ class TimeTracker:
         prompt_tokens = self._prompt_tokens.get(GroupId(command.trajectory // self._group_size), 0)
         instance.running[command.trajectory] = RunningTrajectory(
             route_number=command.route_number, tokens_at_route=tokens, delivered_tokens=tokens, tokens=tokens,
-            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=instance.sums,
+            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=copy(instance.sums),
         )  # fmt: skip
         instance.kv_tokens += prompt_tokens + tokens
         cached_instance, num_pulls, cached_tokens = self._cached_turns.get(command.trajectory, ("", 0, 0))
-        is_cached = cached_instance == instance.name and num_pulls == instance.num_pulls
-        instance.prefilled_tokens += max(0, tokens - cached_tokens) if is_cached else prompt_tokens + tokens
+        is_cached = cached_instance == instance.name and num_pulls == instance.sums.num_pulls
+        instance.sums.prefilled_tokens += max(0, tokens - cached_tokens) if is_cached else prompt_tokens + tokens
         self._instance_of[command.trajectory] = instance
         self._fleet_counts.add(instance, 1)
 
@@ -319,7 +322,7 @@ class TimeTracker:
         tokens = event.tokens - state.tokens_at_route
         steps = max(1, tokens - event.accepted_tokens)
         self._sampled_draft_stats.add_steps(steps, event.drafted_tokens, event.accepted_tokens)
-        passed = instance.sums_since(state.sums_at_route)
+        passed = instance.sums.since(state.sums_at_route)
         seconds = passed.elapsed_s - passed.pull_s
         self._step.tokens += 0 if is_evaluation(event.trajectory) else tokens
         if seconds <= 0:
@@ -363,10 +366,10 @@ class TimeTracker:
 
     def _add_step_sample(self, instance: TrackedInstance, stats: events.DecodeStats) -> None:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
-        previous_sums, instance.sums_at_report = instance.sums_at_report, instance.sums
+        previous_sums, instance.sums_at_report = instance.sums_at_report, copy(instance.sums)
         if previous_sums is None:
             return
-        passed = instance.sums_since(previous_sums)
+        passed = instance.sums.since(previous_sums)
         if stats.drafts:
             self._reported_draft_stats.add_steps(
                 stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens

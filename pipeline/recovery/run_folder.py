@@ -23,12 +23,13 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import replace_text
+from staleflow.stores.serialization import Codec, parse_json
 from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
@@ -42,6 +43,8 @@ OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event or a report after which a process of another machine counts as dead, because its process id
 cannot be checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
+CODEC = Codec()
+Values = TypeVar("Values")
 
 
 class FolderInUse(ConfigError):
@@ -191,6 +194,13 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         return summary if len(summary.get("starts", ())) >= num_starts else {}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
+
+
+def read_values(path: Path, cls: type[Values], remedy: str, codec: Codec = CODEC) -> Values | None:
+    """Decode a JSON file of a run's folder; None if there is no such file. Raises StoreError, which ends with the
+    remedy."""
+    with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
+        return codec.decode(parse_json(path.read_bytes()), cls) if path.is_file() else None
 
 
 def in_use(run_dir: Path) -> bool:

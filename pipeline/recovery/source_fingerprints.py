@@ -18,9 +18,8 @@ from typing import Any
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import data_file, split_code, takes_rows
-from staleflow.stores.errors import StoreError
+from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, read_values
 from staleflow.stores.files import replace_text
-from staleflow.stores.serialization import parse_json
 from staleflow.tasks.settings import extensions, reward_functions
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import SourceType, kind_of
@@ -119,18 +118,12 @@ def _compute_for_sources(config: RunConfig) -> Fingerprints:
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:
     """Write fingerprints to the run's folder atomically. Raises StoreError."""
     text = json.dumps(asdict(fingerprints), indent=2) + "\n"
-    replace_text(run_dir / FILE, text, "free space or set runs_dir to another folder")
+    replace_text(run_dir / FILE, text, DISK_REMEDY)
 
 
 def read(run_dir: Path) -> Fingerprints | None:
     """Read the fingerprints of the run's first start; None if the file was removed. Raises StoreError."""
-    path, remedy = run_dir / FILE, "remove it to resume without comparing"
-    try:
-        return Fingerprints(**parse_json(path.read_bytes())) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
-    except TypeError as error:
-        raise StoreError(f"{path}: not the fingerprints of a run; {remedy}") from error
+    return read_values(run_dir / FILE, Fingerprints, "remove it to resume without comparing")
 
 
 def changes(first: Fingerprints | None, current: Fingerprints) -> list[str]:

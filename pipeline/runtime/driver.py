@@ -71,6 +71,8 @@ START_REPORT_S = 2.0
 """Seconds between two reports on the progress of the start."""
 GROUPS_PER_EVENT = 32
 """Groups that arrive in one event, so that many groups do not hold up the event loop."""
+COMMANDS_PER_CALL = 256
+"""Number of commands above which an event is handled in several calls of the event loop."""
 
 
 class Driver:
@@ -173,7 +175,7 @@ class Driver:
         self._measurements.start()
         await self._actors.ask("server", "set_clock", self._actors.clock.elapsed_s)
         if resumed is not None:
-            self._handle(resumed)
+            await self._handle(resumed)
         self._background.spawn(self._commit_queue.run(), "commits")
         self._background.spawn(self._tick(), "clock")
         self._background.spawn(self._membership.place_optional_instances(), "optional instances")
@@ -287,7 +289,7 @@ class Driver:
                 if self._stop_reason:  # before the version is reported: the next step could begin with it
                     await self._abort_in_flight()
             self._progress_watch.observe(item)
-            self._handle(item)
+            await self._handle(item)
             if isinstance(item, events.VersionPublished):
                 self._evaluation_driver.request_if_due(item.version)
             if self._stop_reason and not self._coordinator.is_training:
@@ -312,26 +314,35 @@ class Driver:
         sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
         if self._stop_reason and any(self._coordinator.num_running_by_instance().values()):
             await self._membership.flush_all()
-        self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
+        await self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
 
-    def _handle(self, event: events.Event) -> None:
+    async def _handle(self, event: events.Event) -> None:
         self._teacher_queue.put(_newly_scored(event))
         elapsed_s = self._actors.clock.elapsed_s
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
             new_commands = self._coordinator.handle(event, scaled_s)
+        await self._pause_if_long(new_commands)
         self._journal.append(scaled_s, event, new_commands)
+        await self._pause_if_long(new_commands)
         self._measurements.observe(elapsed_s, event, new_commands)
+        await self._pause_if_long(new_commands)
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
         if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
             self.report.bottlenecks[event.version - 1] = bottleneck.short
+        await self._pause_if_long(new_commands)
         for command in new_commands:
             kind = type(command).__name__
             self.report.commands[kind] = self.report.commands.get(kind, 0) + 1
         for command in new_commands:
             self._execute(command)
+
+    async def _pause_if_long(self, new_commands: Sequence[commands.Command]) -> None:
+        """Let other calls run between the parts of an event that has many commands, or whose batch is taken."""
+        if len(new_commands) > COMMANDS_PER_CALL or any(isinstance(c, commands.Train) for c in new_commands):
+            await asyncio.sleep(0)
 
     def _execute(self, command: commands.Command) -> None:
         match command:
@@ -383,8 +394,7 @@ class Driver:
         checkpoint_every = self._config.training.checkpoint_every
         if checkpoint_every and published.version % checkpoint_every == 0 and published.version < self._config.steps:
             self._background.spawn(self._checkpoint(published.version), "checkpoint")
-        served_versions = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
-        self._background.spawn(self._actors.prune(served_versions), "prune")
+        self._background.spawn(self._actors.prune(self._coordinator.served_versions()), "prune")
         return events.VersionPublished(version=published.version)
 
     async def _checkpoint(self, version: PolicyVersion) -> None:

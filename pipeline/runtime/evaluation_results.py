@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.recovery.run_folder import read_values
 from staleflow.pipeline.recovery.source_fingerprints import PARTS
 from staleflow.pipeline.runtime.evaluation_figures import (
     NO_FIGURES,
@@ -210,11 +211,8 @@ def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none. Raises StoreError."""
-    path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
-    with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
-        value = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    with raised_as(StoreError, f"{path}: is not a list of evaluations", ValueError, remedy=remedy):
-        return CODEC.decode(value, list[Evaluation])
+    remedy = "remove it to resume without earlier evaluations"
+    return read_values(run_dir / "evaluations.json", list[Evaluation], remedy, CODEC) or []
 
 
 def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
@@ -236,11 +234,8 @@ def _suite_files(run_dir: Path) -> list[Path]:
 
 def read_suites(run_dir: Path) -> list[Evaluation]:
     """Read the figures of benchmark tasks on a run's checkpoints. Raises StoreError."""
-    evaluations = []
-    for path in _suite_files(run_dir):
-        with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy="remove it"):
-            evaluations.append(Evaluation.from_json(json.loads(path.read_text("utf-8"))))
-    return sorted(evaluations, key=lambda evaluation: (evaluation.version, evaluation.name))
+    suites = (read_values(path, Evaluation, "remove it", CODEC) for path in _suite_files(run_dir))
+    return sorted(filter(None, suites), key=lambda evaluation: (evaluation.version, evaluation.name))
 
 
 def remove_evaluations_after(run_dir: Path, version: int) -> list[Evaluation]:
@@ -308,12 +303,8 @@ def write_rewards(run_dir: Path, version: int, sets: Mapping[str, SetRewards]) -
 
 def read_rewards(run_dir: Path, version: int) -> dict[str, dict[str, PromptRewards]]:
     """Read the rewards of an evaluation, by set and prompt; empty if they were not kept. Raises StoreError."""
-    path = _path(run_dir, version)
-    try:
-        value = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        return CODEC.decode(value, dict[str, dict[str, PromptRewards]])
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; remove it to resume without comparisons with it") from error
+    remedy = "remove it to resume without comparisons with it"
+    return read_values(_path(run_dir, version), dict[str, dict[str, PromptRewards]], remedy) or {}
 
 
 def _path(run_dir: Path, version: int) -> Path:

@@ -36,11 +36,11 @@ TOKEN_BUDGET = 16_384
 """Padded tokens per forward pass."""
 MAX_LOG_RATIO = 300.0
 """Largest log ratio that is exponentiated: the square of the ratio is still finite."""
-SUMS = (
+SUM_NAMES = (
     "tokens", "log_ratio", "abs_log_ratio", "max_abs_log_ratio", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
+SUMS = np.dtype([(name, np.float64) for name in SUM_NAMES])
 """What a worker returns per trajectory: sums over its sampled tokens, except for `max_abs_log_ratio`, a maximum."""
-_SUM_INDEX = {name: i for i, name in enumerate(SUMS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def recompute(
     settings, store, mask = _select_rows(run_dir, model, branch, where)
     path, columns = store.path, store.columns()
     count = len(mask)
-    sums = np.zeros((count, len(SUMS)))
+    sums = np.zeros(count, SUMS)
     errors: dict[int, str] = {}
     num_done = 0
     progress(0, 0)
@@ -214,15 +214,15 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     )
 
 
-def _compare_by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[LogprobComparison]:
+def _compare_by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[Any]) -> Iterable[LogprobComparison]:
     for lag in np.unique(staleness):
-        lag_sums = sums[(staleness == lag) & (sums[:, _SUM_INDEX["tokens"]] > 0)]
+        lag_sums = sums[(staleness == lag) & (sums["tokens"] > 0)]
         if not len(lag_sums):
             continue
-        total = dict(zip(SUMS, lag_sums.sum(axis=0).tolist(), strict=True))
+        total = {name: float(lag_sums[name].sum()) for name in SUM_NAMES}
         tokens = total["tokens"]
         # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
-        weights = np.exp(lag_sums[:, _SUM_INDEX["log_ratio"]] - lag_sums[:, _SUM_INDEX["log_ratio"]].max())
+        weights = np.exp(lag_sums["log_ratio"] - lag_sums["log_ratio"].max())
         yield LogprobComparison(
             staleness=int(lag),
             trajectories=len(lag_sums),
@@ -233,7 +233,7 @@ def _compare_by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.floa
             clipped=total["clipped"] / tokens,
             ratio=total["ratio"] / tokens,
             mean_abs_log_ratio=total["abs_log_ratio"] / tokens,
-            max_abs_log_ratio=float(lag_sums[:, _SUM_INDEX["max_abs_log_ratio"]].max()),
+            max_abs_log_ratio=float(lag_sums["max_abs_log_ratio"].max()),
         )
 
 
@@ -259,12 +259,12 @@ def _hash_weights(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobBlock:
-    """Results of a block of rows. num_read: number of selected rows. sums: [N, len(SUMS)]. logprobs: (offset in the
+    """Results of a block of rows. num_read: number of selected rows. sums: [N] SUMS. logprobs: (offset in the
     store's token arrays, [T]) of each response, if they are to be stored."""
 
     start: int
     num_read: int
-    sums: npt.NDArray[np.float64]
+    sums: npt.NDArray[Any]
     errors: dict[int, str]
     logprobs: list[tuple[int, npt.NDArray[np.float32]]]
 
@@ -280,15 +280,14 @@ def compute_block(
 ) -> LogprobBlock:
     """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
     rows = list(open_store_at(path, snapshot).rows_or_errors(start, stop))
-    errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
-    indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
-    results = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
-    sums = np.zeros((len(rows), len(SUMS)))
+    selected = [(i, row) for i, row in enumerate(rows) if mask[i]]
+    errors = {int(row.trajectory): row.error for _, row in selected if isinstance(row, UnreadableRow)}
+    readable = [(i, row) for i, row in selected if isinstance(row, EndedTrajectory)]
+    results = response_logprobs(settings, [row for _, row in readable])
+    sums = np.zeros(len(rows), SUMS)
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = open_store_at(path, snapshot).response_starts(start, stop) if keep_logprobs else None
-    for i, logprobs_of_row in zip(indices, results, strict=True):
-        row = rows[i]
-        assert isinstance(row, EndedTrajectory)
+    for (i, row), logprobs_of_row in zip(readable, results, strict=True):
         sampled = row.trajectory.sampled
         if num_not_finite := int(
             np.count_nonzero(~np.isfinite(row.trajectory.logprobs[sampled] + logprobs_of_row[sampled]))
@@ -318,7 +317,8 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
 
 def _compute_sums(
     rollout_logprobs: npt.NDArray[np.float32], model_logprobs: npt.NDArray[np.float32], settings: LogprobSettings
-) -> npt.NDArray[np.float64]:
+) -> tuple[float, ...]:
+    """The values of SUMS."""
     log_ratio = np.clip(model_logprobs.astype(np.float64) - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
     low, high = settings.clip_range
@@ -334,7 +334,7 @@ def _compute_sums(
         "ratio_squared": (ratio**2).sum(),
         "clipped": is_clipped.sum(),
     }
-    return np.asarray([values[name] for name in SUMS], np.float64)
+    return tuple(float(values[name]) for name in SUM_NAMES)
 
 
 _model_lock = threading.Lock()

@@ -188,7 +188,7 @@ class RepetitionResult:
 
 
 class _DifferenceFound(Exception):
-    """Ends the repetition of a range; its argument is the Difference."""
+    """Ends the repetition of a range; its arguments are those of the Difference."""
 
 
 def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
@@ -204,7 +204,7 @@ def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
         try:
             task()
         except _DifferenceFound as error:
-            repeater.result.differences.append(error.args[0])
+            repeater.result.differences.append(Difference(*error.args))
     repeater.result.numerics = numerics()
     return repeater.result
 
@@ -256,7 +256,7 @@ class _Repeater:
                             lambda tensors: weight_file.write(weight_path, tensors)
                         )
             except (ConfigError, StoreError) as error:
-                raise _DifferenceFound(Difference(location, str(error), version - 1, False)) from error
+                raise _DifferenceFound(location, str(error), version - 1, False) from error
             self._compare(actual_fingerprint, version, location, was_computed=False)
             with self._open_policy(part.config, part) as policy:
                 policy.save(saved_folder, weight_path)
@@ -266,7 +266,7 @@ class _Repeater:
         if comparison.differences:
             # An adapter was merged into the model's weights here.
             was_computed = is_adapter and not comparison.weights_are_equal
-            raise _DifferenceFound(Difference(location, "; ".join(comparison.differences), version - 1, was_computed))
+            raise _DifferenceFound(location, "; ".join(comparison.differences), version - 1, was_computed)
 
     @contextlib.contextmanager
     def _open_policy(self, config: RunConfig, part: JobPart) -> Iterator[Policy]:
@@ -289,7 +289,7 @@ class _Repeater:
             try:
                 policy.load_state(point)
             except StoreError as error:
-                raise _DifferenceFound(Difference(location, str(error), part.start - 1, False)) from error
+                raise _DifferenceFound(location, str(error), part.start - 1, False) from error
         elif not part.start:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
@@ -300,17 +300,15 @@ class _Repeater:
     def _step(self, policy: Policy, step: int) -> None:
         location = f"step {step}"
         if step >= len(self._steps):
-            raise _DifferenceFound(Difference(location, "no row that it was trained on is stored", step, False))
+            raise _DifferenceFound(location, "no row that it was trained on is stored", step, False)
         schedule_step, positions = self._steps[step]
         batch = [row for row in read_batch_rows(self._store, positions) if isinstance(row, EndedTrajectory)]
         if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batch_fingerprints[step]:
-            raise _DifferenceFound(
-                Difference(location, "its batch is not the one that the trainer received", step, False)
-            )
+            raise _DifferenceFound(location, "its batch is not the one that the trainer received", step, False)
         try:
             metrics = train_step(policy, schedule_step, batch)
         except IndexError as error:  # a forged token that is not in the vocabulary
-            raise _DifferenceFound(Difference(location, f"no training on its batch: {error}", step, False)) from error
+            raise _DifferenceFound(location, f"no training on its batch: {error}", step, False) from error
         self._compare(policy.apply_to_weights(fingerprint), step + 1, location, was_computed=True)
         self.result.equal_steps.append(step)
         self._report({"done": len(self.result.equal_steps), "total": self._num_steps, "metrics": metrics})
@@ -323,7 +321,7 @@ class _Repeater:
                 f"the weights are {actual_fingerprint}, the run published {published_fingerprint or 'none'}"
                 f"{self._origin_note}"
             )
-            raise _DifferenceFound(Difference(location, message, version - 1, was_computed))
+            raise _DifferenceFound(location, message, version - 1, was_computed)
 
 
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")

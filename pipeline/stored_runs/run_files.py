@@ -64,62 +64,60 @@ def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[F
         Contradictions of the chain; and missing files, each with the reason why it is not verified. Missing files
         contradict nothing, since only the store may have been copied.
     """
-    contradictions, missing_files = dict[str, str](), list[str]()
-    for compare in (_compare_jobs, _compare_code, _compare_fingerprints) if starts else ():
-        compare(run_dir, starts, contradictions, missing_files)
-    return [
-        Finding(check="settings", location=name, message=message) for name, message in contradictions.items()
-    ], missing_files
+    differences = [
+        difference
+        for compare in ((_compare_jobs, _compare_code, _compare_fingerprints) if starts else ())
+        for difference in compare(run_dir, starts)
+    ]
+    contradictions = [difference for difference in differences if isinstance(difference, Finding)]
+    return contradictions, [difference for difference in differences if isinstance(difference, str)]
 
 
-def _compare_jobs(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
-) -> None:
+def _contradiction(name: str, message: str) -> Finding:
+    return Finding(check="settings", location=name, message=message)
+
+
+def _compare_jobs(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Finding | str]:
     jobs = hash_job_files(run_dir)
     names, position = list(jobs), 0
     for settings in (start.input("settings") for start in starts):
         positions = [index for index, name in enumerate(names) if jobs[name] == settings]
         if positions and positions[-1] < position:
-            contradictions[names[positions[-1]]] = (
-                "it is in the wrong position: job files are numbered as the starts of the run"
-            )
+            message = "it is in the wrong position: job files are numbered as the starts of the run"
+            yield _contradiction(names[positions[-1]], message)
             break
         position = next((index for index in positions if index >= position), position)
     recorded_settings = {start.input("settings") for start in starts}
     for name in (name for name, settings in jobs.items() if settings not in recorded_settings):
         if recorded_settings - {*jobs.values()}:
-            contradictions[name] = "the steps of no start were trained by this job file"
+            yield _contradiction(name, "the steps of no start were trained by this job file")
         else:
-            missing_files.append(f"{name}: no stored step was trained by this job file")
+            yield f"{name}: no stored step was trained by this job file"
 
 
-def _compare_code(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
-) -> None:
+def _compare_code(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Finding | str]:
     code_hash, recorded_hash = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
     if recorded_hash and not code_hash:
-        missing_files.append("code: the user code of the run is not in its folder")
+        yield "code: the user code of the run is not in its folder"
     elif recorded_hash not in (code_hash, start_inputs.user_code_hash(run_dir, branches=False)):
-        contradictions["code"] = "it is not the user code that the run used"
+        yield _contradiction("code", "it is not the user code that the run used")
     if other_steps := [step for start in starts if start.input("user_code") != recorded_hash for step in start.steps]:
-        missing_files.append(f"the user code of {format_steps(other_steps)}: only that of the last start is kept")
+        yield f"the user code of {format_steps(other_steps)}: only that of the last start is kept"
 
 
-def _compare_fingerprints(
-    run_dir: Path, starts: Sequence[TrainedStart], contradictions: dict[str, str], missing_files: list[str]
-) -> None:
+def _compare_fingerprints(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Finding | str]:
     first, name = starts[0], source_fingerprints.FILE
     if first.steps.start or not first.input("sources"):  # the run was started by an earlier version
         return
     try:
         stored_fingerprints = source_fingerprints.read(run_dir)
     except StoreError as error:
-        contradictions[name] = str(error).partition("; ")[0]
+        yield _contradiction(name, str(error).partition("; ")[0])
         return
     if stored_fingerprints is None:
-        missing_files.append(f"{name}: it is not in the run's folder")
+        yield f"{name}: it is not in the run's folder"
     elif start_inputs.sources_hash(stored_fingerprints) != first.input("sources"):
-        contradictions[name] = "it does not have the fingerprints that the run began with"
+        yield _contradiction(name, "it does not have the fingerprints that the run began with")
 
 
 def list_uncovered_files(run_dir: Path, checkpoint: Path | None, repeated_points: Container[int]) -> Iterator[str]:

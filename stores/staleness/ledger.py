@@ -244,7 +244,7 @@ class StalenessLedger:
             self._remove_from_index(entry)
             entry.version = version
             self._reserved.setdefault(version, {})[group] = None
-        entry.routed.add(member)
+        entry.routed[member] = min(version, entry.routed.get(member, version))
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
         """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
@@ -268,6 +268,7 @@ class StalenessLedger:
         self._occupied.setdefault(entry.version, {})[group] = None
         surplus = (*entry.completed[self.group_size :], *sorted(entry.waiting))
         entry.completed = entry.completed[: self.group_size]
+        entry.routed = {member: entry.routed[member] for member in entry.completed}
         entry.waiting.clear()
         endings = self._end(entry, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
         return (*endings, *self._abort_surplus_groups())
@@ -293,7 +294,7 @@ class StalenessLedger:
             step=step,
             groups=tuple(e.group for e in batch),
             members=members,
-            versions=tuple(e.version for e in batch),
+            versions=tuple(itertools.chain.from_iterable(e.routed.values() for e in batch)),
             surplus=self._abort_surplus_groups(),
         )
 
@@ -362,7 +363,7 @@ class StalenessLedger:
                     f"{state.name} index and entries differ: {index_versions.items() ^ expected_versions.items()}"
                 )
         for entry in self.live_groups.values():
-            if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
+            if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed.keys():
                 raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
             if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
                 raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")

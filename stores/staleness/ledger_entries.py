@@ -29,7 +29,8 @@ class Entry:
     completed: list[TrajectoryId] = field(default_factory=list)
     state: EntryState = EntryState.QUEUED
     version: PolicyVersion = PolicyVersion(-1)
-    routed: set[TrajectoryId] = field(default_factory=set)
+    routed: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
+    """v_traj of each routed member; once the group is occupied, of those that are trained on, in their order."""
 
     @property
     def members(self) -> tuple[TrajectoryId, ...]:
@@ -54,7 +55,8 @@ class Consumption:
     step: int
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
-    versions: tuple[PolicyVersion, ...]  # one per group
+    versions: tuple[PolicyVersion, ...]
+    """v_traj, one per member."""
     surplus: tuple[Ending, ...]
 
 

@@ -282,7 +282,7 @@ CASES = (
         "a reward completes the batch",
         lambda: then_sampled(routed(eta=1)()),
         scored(0),
-        ("TruncationCounts.count_consumed(1)", "LengthForecast.remove_group(0)"),
+        ("LengthForecast.remove_group(0)", "TruncationCounts.count_consumed(1)"),
     ),
     Case(
         "an episode ends, and with it the batch is complete",
@@ -290,7 +290,7 @@ CASES = (
         scored(0),
         (
             "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "Evaluations.count_sampled()",
-            "TruncationCounts.count_consumed(1)", "LengthForecast.remove_group(0)",
+            "LengthForecast.remove_group(0)", "TruncationCounts.count_consumed(1)",
         ),
     ),
     Case(

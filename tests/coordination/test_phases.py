@@ -34,7 +34,7 @@ VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = 
     Transition.RESTARTED: lambda state, live: state.restart_episode(live, is_lost=False),
     Transition.SCORED: lambda state, live: state.record_reward(live, 1.0),
 }
-"""Methods that move one trajectory. CONSUMED and GIVEN_UP follow from the ledger's answer for its group."""
+"""Methods that move one trajectory. OCCUPIED and DISCARDED follow from the ledger's answer for its group."""
 
 
 WAYS = {

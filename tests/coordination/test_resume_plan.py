@@ -53,7 +53,7 @@ class RandomLedgerRun:
                     self.versions[member] = version
             if rng.random() < 0.5:
                 continue
-            for member in sorted(entry.waiting & entry.routed):
+            for member in sorted(entry.waiting & entry.routed.keys()):
                 if len(entry.completed) < ledger.group_size and rng.random() < 0.7:
                     self.done.append(member)
                     if ledger.complete(group, member):

@@ -240,8 +240,8 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     assert changes(state) == (True, [A], True, True)
     state.now = 4.0
     assert state.trainer_waited_s == 4.0
-    batch = state.consume()
-    assert (batch.step, batch.members, batch.versions, batch.surplus) == (0, (0, 1), (0, 0), ())
+    batch, discarded = state.consume()
+    assert (batch.step, batch.members, batch.versions, discarded) == (0, (0, 1), (0, 0), ())
     assert (state.is_training, state.trainer_waited_s, len(state.live_trajectories)) == (True, 0.0, 0)
     assert changes(state) == (False, [], True, True)
     validate(state)

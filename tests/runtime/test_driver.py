@@ -11,6 +11,7 @@ import gc
 import shutil
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,8 +23,9 @@ import pytest
 
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Discard
+from staleflow.pipeline.coordination.commands import Command, Discard, Train
 from staleflow.pipeline.coordination.events import (
+    Event,
     GroupsArrived,
     RoutingContinued,
     Tick,
@@ -35,6 +37,7 @@ from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.runtime import driver, progress_watch
 from staleflow.pipeline.runtime.actors import CLOSE_S
+from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.metrics import with_rates
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
@@ -111,6 +114,31 @@ def test_other_calls_run_between_two_events(body: Body) -> None:
     body.checked_run(meanwhile=count_queued)
     assert len(nums_queued) >= 20
     assert all(first - second <= 1 for first, second in pairwise(nums_queued))
+
+
+@pytest.mark.parametrize("commands_per_call", [driver.COMMANDS_PER_CALL, 0], ids=["", "all are long"])
+def test_other_calls_run_between_the_parts_of_a_long_event(
+    body: Body, monkeypatch: pytest.MonkeyPatch, commands_per_call: int
+) -> None:
+    """An event is long if it has many commands or takes a batch. Its parts include the journal and measurements."""
+    monkeypatch.setattr(driver, "COMMANDS_PER_CALL", commands_per_call)
+    waits: list[bool] = []
+    append, observe = RunJournal.append, Measurements.observe
+
+    def append_and_call(self: RunJournal, now: float, event: Event, commands: Sequence[Command]) -> None:
+        append(self, now, event, commands)
+        waits.append(True)
+        asyncio.get_running_loop().call_soon(waits.append, False)
+
+    def observe_and_check(self: Measurements, now: float, event: Event, commands: Sequence[Command]) -> None:
+        is_long = len(commands) > commands_per_call or any(isinstance(command, Train) for command in commands)
+        assert waits[-1] is not is_long
+        observe(self, now, event, commands)
+
+    monkeypatch.setattr(RunJournal, "append", append_and_call)
+    monkeypatch.setattr(Measurements, "observe", observe_and_check)
+    run = body.checked_run()
+    assert sum(isinstance(command, Train) for entry in run.entries for command in entry.commands) == run.config.steps
 
 
 @pytest.mark.parametrize("num_ticks", [2, 7200])

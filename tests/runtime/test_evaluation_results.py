@@ -187,7 +187,9 @@ def test_evaluations_round_trip(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
         read_evaluations(tmp_path)
     (tmp_path / "evaluations.json").write_text('[{"version": 5}]')
-    with pytest.raises(StoreError, match=r"evaluations\.json: is not a list of evaluations"):
+    with pytest.raises(
+        StoreError, match=r"evaluations\.json: cannot be read: \[0\].*; remove it to resume without earlier evaluations"
+    ):
         read_evaluations(tmp_path)
 
 

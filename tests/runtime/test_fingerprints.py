@@ -159,6 +159,7 @@ def test_missing_fingerprints_are_ignored_and_a_corrupt_file_gives_a_remedy(job:
     write_fingerprints(job, sources)
     assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [source_fingerprints.FILE]
     assert set(json.loads((sources / source_fingerprints.FILE).read_text())) == {"reward", "data", "template", "sets"}
-    (sources / source_fingerprints.FILE).write_text("{")
-    with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
-        changes_since(job, sources)
+    for content in ("{", '{"reward": 3, "data": {}, "template": {}}'):
+        (sources / source_fingerprints.FILE).write_text(content)
+        with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
+            changes_since(job, sources)

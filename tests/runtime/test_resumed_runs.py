@@ -330,7 +330,7 @@ def test_a_resumed_group_that_is_at_once_too_old_does_not_stop_the_run(body: Bod
     async def resume() -> tuple[list[str], list[int]]:
         async with body.placed(*shape) as stage:
             driver = Driver(stage.config, stage.actors, stage.config.run_dir, RunListener())
-            driver._handle(RunResumed(step=1, num_ended=(("consumed:none", 2),), groups=groups))
+            await driver._handle(RunResumed(step=1, num_ended=(("consumed:none", 2),), groups=groups))
             kinds, queued = list(driver.report.commands), list(driver._score_queue._num_tokens.values())
             await driver.close()
             return kinds, queued

@@ -272,13 +272,23 @@ async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         await placing.place_beside(placing.placed["server-0"], "parameters-host", object)
         placing.mark_lost("reward-1")
-        assert {"server-0", "parameters-host"} <= placing.placed.keys(), "they may still work"
+        assert placing.placed.keys() == {"server-0", "rollout-2", "trainer-3"}, (
+            "the next fetch places a parameter server"
+        )
         await asyncio.sleep(5.0)
         assert client.restarted == []
         placing.mark_lost("server-0")
-        assert placing.placed.keys() == {"rollout-2", "trainer-3"}
         await asyncio.sleep(5.0)
         assert client.restarted == ["tcp://a"]
+
+
+async def test_a_parameter_server_is_lost_with_the_server_although_a_reward_worker_may_live() -> None:
+    """An idle reward worker is not called, so its loss in the same process may be noticed late or never."""
+    async with workers_of(["a", "b", "c"], num_heavy=2) as (placing, _):
+        assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
+        await placing.place_beside(placing.placed["server-0"], "parameters-host", object)
+        placing.mark_lost("server-0")
+        assert placing.placed.keys() == {"reward-1", "rollout-2", "trainer-3"}
 
 
 async def test_the_process_of_the_driver_is_not_restarted() -> None:

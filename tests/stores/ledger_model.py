@@ -17,7 +17,7 @@ from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 class NaiveGroup:
     members: list[TrajectoryId]
     version: PolicyVersion | None = None
-    routed: set[TrajectoryId] = field(default_factory=set)
+    routed: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
     done: list[TrajectoryId] = field(default_factory=list)
     gone: set[TrajectoryId] = field(default_factory=set)
     occupied: bool = False

@@ -355,7 +355,7 @@ def add(ledger: Any, state: EntryState, count: int) -> None:
     index = ledger._reserved if state is EntryState.RESERVED else ledger._occupied
     for group in range(10, 10 + count):
         done = [group] if state is EntryState.OCCUPIED else []
-        entry = Entry(group=group, waiting={group} - {*done}, completed=done, state=state, version=0, routed={group})  # type: ignore[arg-type]
+        entry = Entry(group=group, waiting={group} - {*done}, completed=done, state=state, version=0, routed={group: 0})  # type: ignore[arg-type,dict-item]
         ledger.live_groups[group] = index.setdefault(0, {})[group] = entry
         ledger.num_started += 1
 
@@ -375,7 +375,7 @@ def end_all(ledger: Any, *, next_step: int = 2, version: int = 2) -> None:
         ("OCCUPIED index and entries differ", lambda ledger: ledger._occupied[0].clear()),
         ("group 0: members both waiting and done", lambda ledger: ledger.live_groups[0].completed.append(0)),
         ("group 1: members both waiting and done", lambda ledger: ledger.live_groups[1].routed.clear()),
-        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].routed.add(2)),
+        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].routed.update({2: 0})),
         ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.live_groups[2], "version", 0)),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
         ("2 trajectories consumed by 0 steps", lambda ledger: end_all(ledger, next_step=0)),

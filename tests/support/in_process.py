@@ -198,11 +198,11 @@ class InProcessWorkers:
     def mark_lost(self, name: str) -> None:
         lost = self.placed.pop(name)
         neighbors = [p for p in self.placed.values() if p.future is lost.future]
-        if all(p.role == "parameters" for p in neighbors):
-            for other in neighbors:
+        for other in neighbors:
+            if other.role == "parameters":
                 del self.placed[other.name]
-            if self.nanny:
-                lost.future.die()
+        if self.nanny and all(p.role == "parameters" for p in neighbors):
+            lost.future.die()
 
     # -- for tests -----------------------------------------------------------------------------------------------
 
