@@ -150,14 +150,14 @@ async def _train(
 ) -> RunReport:
     """Run the driver from the run's start or its resume point to its end. source_state: fingerprints of data and code,
     and their changes since the run began."""
-    from staleflow.pipeline.jobs.tracking import Tracking
+    from staleflow.pipeline.jobs.tracking import track
     from staleflow.pipeline.recovery import resumption as resumptions
 
     run_dir, (fingerprints, source_changes) = config.run_dir, source_state
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     start_recorder = StartRecorder(run_dir, version, elapsed_s)
-    with contextlib.closing(Tracking(config, run_dir)) as tracking:
+    async with track(config, run_dir) as tracking:
         listeners = RunListeners(tracking, start_recorder, reporter, listener)
         if resumption is not None:
             listeners.on_line(f"resuming from version {resumption.version}")

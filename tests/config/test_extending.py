@@ -17,7 +17,7 @@ import torch
 
 from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.tracking import Tracking
+from staleflow.pipeline.jobs.tracking import track
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.simulator.analysis import Trace
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -105,7 +105,7 @@ def test_an_advantage_from_a_file_is_used(example: Any) -> None:
     assert given.tolist() == [[0.0, -1.0, 4.0], [1.0, -1.0, 0.0]]
 
 
-def test_a_source_a_reward_and_a_tracker_from_a_file_are_used(example: Any, tmp_path: Path) -> None:
+async def test_a_source_a_reward_and_a_tracker_from_a_file_are_used(example: Any, tmp_path: Path) -> None:
     config = example("A source of prompts, and a reward")
     source = make_source(config.task.source, config.task.options, 2)
     assert source.task(4).prompt == "9 + 9 = "
@@ -114,10 +114,9 @@ def test_a_source_a_reward_and_a_tracker_from_a_file_are_used(example: Any, tmp_
     config = example("A tracker", tracking={"tensorboard": False})
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        tracking = Tracking(config, tmp_path)
-        tracking.on_evaluation(Evaluation(version=0, num_prompts=4, sampled=0.25, greedy=None))
-        tracking.on_step_stored({"step": 0.0, "reward": 0.5}, "")
-        tracking.close()
+        async with track(config, tmp_path) as tracking:
+            tracking.on_evaluation(Evaluation(version=0, num_prompts=4, sampled=0.25, greedy=None))
+            tracking.on_step_stored({"step": 0.0, "reward": 0.5}, "")
     evaluated, trained = printed.getvalue().splitlines()
     assert evaluated.startswith("run 0 {'evaluation/held-out/sampled': 0.25")
     assert trained == "run 0 {'reward': 0.5}"

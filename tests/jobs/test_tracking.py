@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from staleflow.pipeline.config import loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import collect_code
-from staleflow.pipeline.jobs.tracking import Tracking
+from staleflow.pipeline.jobs import tracking
 from staleflow.stores.errors import ConfigError
 
 STEPS = [{"step": 0.0, "reward": 0.5}, {"step": 1.0, "reward": 0.75}]
@@ -53,51 +57,115 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
     return [(step, value.tag, value.simple_value) for step, value in values(folder)]
 
 
-def test_a_scalar_has_a_description_and_its_unit(job: Path, tmp_path: Path) -> None:
-    tracking = Tracking(loading.load(job), tmp_path)
-    tracking.on_step_stored({"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}, "")
-    tracking.close()
+async def track(config: RunConfig, run_dir: Path, steps: Sequence[dict[str, float]] = ()) -> None:
+    async with tracking.track(config, run_dir) as listener:
+        for step in steps:
+            listener.on_step_stored(step, "")
+
+
+async def test_a_scalar_has_a_description_and_its_unit(job: Path, tmp_path: Path) -> None:
+    await track(loading.load(job), tmp_path, [{"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}])
     messages = {value.tag: value.metadata.summary_description for _, value in values(tmp_path / "tensorboard")}
     assert messages == {"staleness_max": "largest step - v_traj of the batch; at most eta, versions", "of_mine": ""}
 
 
-def track(tracking: Tracking, steps: list[dict[str, float]]) -> None:
-    for step in steps:
-        tracking.on_step_stored(step, "")
-
-
-def test_a_failing_tracker_is_not_called_again(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_tracker_is_not_called_again(
+    job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",))
-    tracking = Tracking(config, tmp_path)
     with caplog.at_level(logging.WARNING):
-        track(tracking, [*STEPS, {"step": 2.0, "reward": 1.0}, {"step": 3.0, "reward": 1.0}])
-    tracking.close()
+        await track(config, tmp_path, [*STEPS, {"step": 2.0, "reward": 1.0}, {"step": 3.0, "reward": 1.0}])
     assert (tmp_path / "mine.txt").read_text() == "job 0:0.5 1:0.75 closed"
     assert caplog.messages == ["tracker Mine failed and is not called again: RuntimeError('no network')"]
+    assert caplog.records[0].thread == threading.get_ident()  # whose messages a run's handle shows
     assert scalars(tmp_path / "tensorboard") == [(i, "reward", r) for i, r in enumerate((0.5, 0.75, 1.0, 1.0))]
 
 
-def test_a_missing_tracker_gives_a_one_line_error_and_an_existing_one_is_packed(job: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(None, "0 closed"), (OSError("disk"), "0 failed"), (asyncio.CancelledError(), "0 closed")],
+)
+async def test_a_tracker_is_told_whether_its_run_failed(
+    job: Path, tmp_path: Path, error: BaseException | None, expected: str
+) -> None:
+    code = MINE + "\n    def fail(self):\n        self.lines.write(' failed')\n"
+    (tmp_path / "mine.py").write_text(code + "        self.lines.close()\n")
+    config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",))
+
+    async def run() -> None:
+        async with tracking.track(config, tmp_path) as listener:
+            listener.on_step_stored({"step": 0.0, "reward": 0}, "")
+            if error is not None:
+                raise error
+
+    (result,) = await asyncio.gather(asyncio.ensure_future(run()), return_exceptions=True)
+    assert type(result) is type(error)
+    assert (tmp_path / "mine.txt").read_text() == f"job 0:{expected}"
+
+
+async def test_a_slow_tracker_delays_no_step(job: Path, tmp_path: Path) -> None:
+    lines = [
+        "import pathlib, time",
+        "class Slow:",
+        "    def __init__(self, run_dir, job):",
+        "        self.folder = pathlib.Path(run_dir)",
+        "    def step(self, step, metrics):",
+        "        while not (self.folder / 'go').exists():",
+        "            time.sleep(0.01)",
+        "        raise SystemExit('no more steps')",
+        "    def close(self):",
+        "        (self.folder / 'closed').touch()",
+    ]
+    (tmp_path / "slow.py").write_text("\n".join(lines))
+    async with tracking.track(loading.load(job, (f"tracking.tracker={tmp_path}/slow.py:Slow",)), tmp_path) as listener:
+        listener.on_step_stored(STEPS[0], "")
+        assert not (tmp_path / "closed").exists()
+        (tmp_path / "go").touch()
+    assert (tmp_path / "closed").exists()
+
+
+async def test_a_run_does_not_wait_for_a_tracker_without_limit(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    can_end = threading.Event()
+
+    class Outage:
+        def __init__(self, run_dir: str, job: Any) -> None:
+            can_end.wait()
+
+    monkeypatch.setattr(tracking, "TRACKERS_BY_NAME", {"mlflow": Outage})
+    monkeypatch.setattr(tracking, "CLOSE_LIMIT_S", 0.05)
+    config = loading.load(job, ("tracking.tracker=mlflow", "tracking.tensorboard=false"))
+    try:
+        await track(config, tmp_path, STEPS)
+    finally:
+        can_end.set()
+    assert caplog.messages == ["trackers have not stored the last steps within 0.05 s; the run ends"]
+
+
+async def test_a_missing_tracker_gives_a_one_line_error_and_an_existing_one_is_packed(
+    job: Path, tmp_path: Path
+) -> None:
     for named, message in (("none.py:T", "cannot be loaded: none.py: no such file"), ("T", "expected file.py:NAME")):
         with pytest.raises(ConfigError, match=message):
-            Tracking(loading.load(job, (f"tracking.tracker={named}",)), tmp_path)
+            await track(loading.load(job, (f"tracking.tracker={named}",)), tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     config, code = collect_code(loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",)))
     assert config.tracking.tracker == "tracking_mine.py:Mine"
     assert code == {"tracking_mine.py": MINE}
 
 
-def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, tmp_path: Path) -> None:
+async def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Mine:\n    def __init__(self, run_dir, job):\n        raise OSError('no\\nnet')\n"
     )
     config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine", "tracking.tensorboard=false"))
     with pytest.raises(ConfigError, match=r"Mine': cannot be constructed: OSError: no net$"):
-        Tracking(config, tmp_path)
+        await track(config, tmp_path)
     (tmp_path / "made.py").write_text("def tracker(run_dir, job):\n    return {}\n")
     with pytest.raises(ConfigError, match=r"made.py:tracker': has no method step and no close"):
-        Tracking(loading.load(job, (f"tracking.tracker={tmp_path}/made.py:tracker",)), tmp_path)
+        await track(loading.load(job, (f"tracking.tracker={tmp_path}/made.py:tracker",)), tmp_path)
     missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
     with pytest.raises(ConfigError, match="has no function Other"):
         user_files.check_strategies(missing)
@@ -120,14 +188,14 @@ def use_offline(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def tracked_rewards(name: str, folder: Path) -> list[dict[int, float]]:
-    """Return the runs in a package's folder as rewards by step."""
+    """Return the runs in a package's folder as rewards by step, the latest one of each step."""
     if name == "mlflow":
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient(tracking_uri=f"sqlite:///{folder.parent / 'mlflow.db'}")
         experiment = client.get_experiment_by_name("staleflow")
         runs = client.search_runs([experiment.experiment_id])
-        assert [r.data.params["batch.group_size"] for r in runs] == ["4"] * len(runs)
+        assert [(r.data.params["batch.group_size"], r.data.params["steps"]) for r in runs] == [("4", "3")]
         return [{m.step: m.value for m in client.get_metric_history(r.info.run_id, "reward")} for r in runs]
     if name == "trackio":
         from trackio.sqlite_storage import SQLiteStorage
@@ -170,7 +238,7 @@ def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
             record = wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])
             values = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
             if "reward" in values:
-                found[int(values["_step"])] = float(values["reward"])
+                found[int(values["step"])] = float(values["reward"])
             whole |= record.WhichOneof("record_type") == "exit"
         at += 7 + size
     return found, whole
@@ -178,36 +246,76 @@ def read_wandb(data: bytes) -> tuple[dict[int, float], bool]:
 
 @pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_package_tracks_each_step_once_and_a_resumed_run_continues_there(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+async def test_a_package_tracks_each_step_and_a_resumed_run_continues_there(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     use_offline(name, tmp_path, monkeypatch)
-    config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
     (run_dir := tmp_path / "runs" / "job").mkdir(parents=True)
-    for steps in (STEPS, [{"step": 2.0, "reward": 1.0}]):
-        tracking = Tracking(config, run_dir)
-        track(tracking, steps)
-        tracking.close()
-    assert tracked_rewards(name, run_dir) == [{0: 0.5, 1: 0.75, 2: 1.0}]
+    for num_steps, steps in (3, STEPS), (9, [{"step": 1.0, "reward": 0.8}, {"step": 2.0, "reward": 1.0}]):
+        changes = (f"tracking.tracker={name}", "tracking.tensorboard=false", f"steps={num_steps}")
+        await track(loading.load(job, changes), run_dir, steps)
+    assert tracked_rewards(name, run_dir) == [{0: 0.5, 1: 0.8, 2: 1.0}]
+    assert capfd.readouterr() == ("", "")  # printed lines would disturb the live display and --json
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_failing_tracker_package_gives_one_warning(
+async def test_two_runs_of_a_process_are_two_runs_of_wandb(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_offline("wandb", tmp_path, monkeypatch)
+    config = loading.load(job, ("tracking.tracker=wandb", "tracking.tensorboard=false"))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    async with tracking.track(config, folders[0]) as first, tracking.track(config, folders[1]) as second:
+        first.on_step_stored({"step": 0.0, "reward": 0.25}, "")
+        second.on_step_stored({"step": 0.0, "reward": 0.75}, "")
+    assert [tracked_rewards("wandb", folder) for folder in folders] == [[{0: 0.25}], [{0: 0.75}]]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the package
+async def test_a_failed_run_is_a_failed_run_of_mlflow(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_offline("mlflow", tmp_path, monkeypatch)
+    (run_dir := tmp_path / "runs" / "job").mkdir(parents=True)
+    config = loading.load(job, ("tracking.tracker=mlflow", "tracking.tensorboard=false"))
+    with pytest.raises(OSError, match="disk"):
+        async with tracking.track(config, run_dir):
+            raise OSError("disk")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("staleflow").experiment_id])
+    assert run.info.status == "FAILED"
+
+
+@pytest.mark.parametrize("host", ["api.wandb.ai", "wandb.example.com"])
+def test_wandb_is_online_if_its_server_has_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    (tmp_path / ".netrc").write_text("machine wandb.example.com login user password key\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}:8080/")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert tracking._has_wandb_account() == (host == "wandb.example.com")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+async def test_a_failing_tracker_package_gives_one_warning(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
+    tracker = "" if name == "tensorboard" else name
+    config = loading.load(job, (f"tracking.tracker={tracker}", f"tracking.tensorboard={str(not tracker).lower()}"))
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("staleflow.tasks.settings.source_kinds.importlib.util.find_spec", lambda named: named)
-    monkeypatch.setattr("staleflow.pipeline.jobs.tracking.TRACKERS_BY_PACKAGE", {name: refuse})
+    monkeypatch.setattr(tracking, "TRACKERS_BY_NAME", {name: refuse})
     with caplog.at_level(logging.WARNING):
-        tracking = Tracking(config, tmp_path)
-        track(tracking, STEPS)
-        tracking.close()
+        await track(config, tmp_path, STEPS)
     assert caplog.messages == [
-        f"tracking.tracker = {name!r}: cannot be reached, the run continues without it: ConnectionError('no network')"
+        f"tracker {name} cannot be reached, the run continues without it: ConnectionError: no network"
     ]
 
 
