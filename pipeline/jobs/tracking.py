@@ -294,7 +294,7 @@ class Tracking(RunListener):
     def _log_error(self, *message: object) -> None:
         """Log in the driver's thread, whose messages its listeners show."""
         with contextlib.suppress(RuntimeError):  # the run has ended
-            self._loop.call_soon_threadsafe(logger.error, *message)
+            self._loop.call_soon_threadsafe(lambda: logger.error(*message))
 
 
 @contextlib.asynccontextmanager
