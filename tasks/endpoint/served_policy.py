@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """Seconds of one wait for the engine's events."""
-MAX_TEMPERATURES = 8
-"""Different temperatures above 0 that requests may use: the transformers engine keeps a separate cache for each."""
 
 
 class ServedPolicy:
@@ -55,7 +53,6 @@ class ServedPolicy:
         self._engine, self._tokenizer, self._key = engine, tokenizer, key
         self._chat, self._template = chat, template
         self._max_context, self._max_new_tokens = max_context, max_new_tokens
-        self._temperatures: set[float] = set()
         self._request_ids = itertools.count()
         self._pending: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
         self._loop = asyncio.get_running_loop()
@@ -88,16 +85,6 @@ class ServedPolicy:
         if max_tokens < 1:
             reason = f"the prompt has {len(prompt_tokens)} tokens; it must have fewer than {self._max_context}"
             raise RequestError(400, reason, "context_length_exceeded")
-        if request.temperature:
-            self._temperatures.add(request.temperature)
-        if len(self._temperatures) > MAX_TEMPERATURES:
-            self._temperatures.discard(request.temperature or 0.0)
-            raise RequestError(
-                400,
-                f"temperature = {request.temperature:g}: {MAX_TEMPERATURES} others have been used since the server "
-                "started, and the engine keeps memory for each; use one of those, or start the server again",
-                "too_many_temperatures",
-            )
         if self._failed:
             raise RequestError(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         request_id = next(self._request_ids)

@@ -146,9 +146,8 @@ async def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_mo
                 refused = await generate(**sampling)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (400, "sampling_refused")
                 assert "samples by temperature alone" in refused.json()["error"]["message"]
-            codes = [(await generate(temperature=1 + t / 10, max_tokens=1)).status_code for t in range(1, 9)]
-            assert codes == [200] * 6 + [400] * 2  # 0.1 and 50 are two of the eight
-            assert (await generate(temperature=0.1, max_tokens=1)).status_code == 200
+            codes = [(await generate(temperature=1 + t / 10, max_tokens=1)).status_code for t in range(12)]
+            assert codes == [200] * 12
         await server.stop()
         policy.close()
 
