@@ -10,13 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from staleflow.stores.errors import StoreError
 from staleflow.tasks.settings.knobs import knob
-
-V = TypeVar("V", bound=int)
-"""A policy version."""
 
 PEFT_PREFIX = "base_model.model."
 """Prefix of module names in peft's files."""
@@ -110,30 +107,3 @@ def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple
                 f"{source}: the adapter of {layer.module} has rank {layer.rank} and a weight of "
                 f"{(layer.outputs, layer.inputs)}; they must be {rank} and {shape}"
             )
-
-
-def unused_versions(served_versions: Iterable[V], newest: V, count: int, running_versions: Iterable[V]) -> list[V]:
-    """Served versions that can be dropped: those that are not among the latest `count` up to `newest` and that no
-    request runs under.
-
-    >>> unused_versions([3, 4, 5, 6], newest=6, count=2, running_versions=[3])
-    [4]
-    """
-    versions_in_use = set(running_versions)
-    return [version for version in served_versions if version <= newest - count and version not in versions_in_use]
-
-
-def version_for(served_versions: Iterable[V], min_version: V | None) -> V:
-    """Choose the version a request is sampled under: the oldest served one that is at least `min_version`, or else the
-    newest.
-
-    >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
-    (5, 6)
-    """
-    versions = list(served_versions)
-    newest = max(versions)
-    return (
-        newest
-        if min_version is None
-        else min((version for version in versions if version >= min_version), default=newest)
-    )

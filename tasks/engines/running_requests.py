@@ -26,7 +26,6 @@ from staleflow.stores.trajectory import (
     Segment,
     TrajectoryId,
 )
-from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, load_chat_tokenizer, load_detokenizer
 
@@ -138,9 +137,8 @@ class RunningRequests:
     def drop_old_versions(self, newest: PolicyVersion, num_kept: int) -> list[PolicyVersion]:
         """Stop serving the versions that no request runs under and that are not among the latest `num_kept` up to
         `newest`, which is served next. Returns the dropped versions."""
-        dropped_versions = adapters.unused_versions(
-            self._served_versions, newest, num_kept, (running.version for running in self._running.values())
-        )
+        versions_in_use = {running.version for running in self._running.values()}
+        dropped_versions = [v for v in self._served_versions if v <= newest - num_kept and v not in versions_in_use]
         self._served_versions = [version for version in self._served_versions if version not in dropped_versions]
         return dropped_versions
 
@@ -154,7 +152,8 @@ class RunningRequests:
         if it accepts none or requires no version. Returns its key, which was never used before."""
         request = running.request
         self._num_added += 1
-        running.version = adapters.version_for(self._served_versions, request.version)
+        accepted_versions = [v for v in self._served_versions if request.version is not None and v >= request.version]
+        running.version = min(accepted_versions, default=self._served_versions[-1])
         running.key = f"{request.trajectory}.{request.route_number}.{self._num_added}"
         if not self._running:
             self._busy_since = time.monotonic()
