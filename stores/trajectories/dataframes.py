@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import display_columns
@@ -134,39 +133,6 @@ def _partition(
     return to_pandas(read(start, stop), read_texts)
 
 
-class StoredTokens:
-    """A token array of a store without the gaps between commits, as a one-dimensional array that is read by slices."""
-
-    ndim = 1
-
-    def __init__(self, source: Any, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-        """Select the ranges of an array that hold tokens.
-
-        Args:
-            source: The stored array.
-            starts: [N] where each part begins in `source`.
-            sizes: [N] lengths of the parts.
-        """
-        self._source, self._starts = source, starts
-        self._ends = np.cumsum(sizes)
-        self.shape = (int(sizes.sum()),)
-        self.dtype = source.dtype
-
-    def __getitem__(self, key: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
-        """Read [first:last]; steps are not supported."""
-        (rows,) = key if isinstance(key, tuple) else (key,)
-        start, stop, step = rows.indices(self.shape[0])
-        assert step == 1
-        chunks = [np.zeros(0, self.dtype)]
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = min(stop, int(self._ends[index]))
-            source_start = int(self._starts[index] + start - (self._ends[index - 1] if index else 0))
-            chunks.append(self._source[source_start : source_start + end - start])
-            start, index = end, index + 1
-        return np.concatenate(chunks)
-
-
 def to_xarray(
     table: Mapping[str, Any], row_coordinates: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]
 ) -> Any:
@@ -187,16 +153,16 @@ def to_xarray(
     """
     xarray, array = import_offline_module("xarray"), import_offline_module("dask.array")
     offsets, sizes = row_coordinates["offset"], row_coordinates["prompt_tokens"] + row_coordinates["response_tokens"]
-    # The tokens of a commit are adjacent.
+    # The tokens of a commit are adjacent, and between two commits are unused elements.
     starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != (offsets + sizes)[:-1]])[: len(offsets)])
     totals = np.add.reduceat(sizes, starts) if len(starts) else sizes
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
     variables["offset"] = ("trajectory", np.cumsum(sizes) - sizes)
     for name in ("ids", "logprobs", "versions", "mask"):
         source = root[f"tokens/{name}"]
-        tokens = StoredTokens(source, offsets[starts], totals)
-        chunks = source.chunks[0] * TOKEN_CHUNKS
-        variables[name] = ("token", array.from_array(tokens, chunks=chunks, name=False, meta=np.zeros(0, tokens.dtype)))
+        stored = array.from_array(source, chunks=source.chunks[0] * TOKEN_CHUNKS, name=False)
+        parts = [stored[start : start + total] for start, total in zip(offsets[starts], totals, strict=True)]
+        variables[name] = ("token", array.concatenate(parts or [stored[:0]]))
     return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=dict(attributes))
 
 
