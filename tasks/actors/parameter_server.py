@@ -170,9 +170,12 @@ class ParameterServer:
         failures: dict[str, str] = {}
         bytes_arrived, arrived_s = 0, _now()
         while partial_file.missing:
-            failures |= await self._fetch_from_each(sources, version, partial_file)
-            if not partial_file.missing:
-                return
+            for source in sources:
+                try:
+                    return await self._fetch_from(source, version, partial_file)
+                except SourceFailed as error:
+                    logger.warning("version %d after %d bytes: %s", version, partial_file.bytes_arrived, error)
+                    failures[source.name] = str(error)
             if partial_file.bytes_arrived > bytes_arrived:
                 bytes_arrived, arrived_s = partial_file.bytes_arrived, _now()
             elif _now() - arrived_s > self._call_s or not sources:
@@ -180,20 +183,6 @@ class ParameterServer:
                     f"version {version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
-
-    async def _fetch_from_each(
-        self, sources: tuple[Source, ...], version: PolicyVersion, partial_file: PartialFile
-    ) -> dict[str, str]:
-        """Fetch the missing pieces, trying each source once while there are any. Returns the errors of failed sources
-        by their names."""
-        failures: dict[str, str] = {}
-        for source in sources:
-            try:
-                await self._fetch_from(source, version, partial_file)
-            except SourceFailed as error:
-                logger.warning("version %d after %d bytes: %s", version, partial_file.bytes_arrived, error)
-                failures[source.name] = str(error)
-        return failures
 
     async def _fetch_from(self, source: Source, version: PolicyVersion, partial_file: PartialFile) -> None:
         """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""

@@ -197,23 +197,6 @@ def _split_columns(row: MicroBatch, max_sampled: int) -> list[MicroBatch]:
     return [row.select(slice(0, 1), slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-EMPTY_MICROBATCH = MicroBatch(
-    row_indices=(),
-    input_ids=np.zeros((1, 2), np.int64),
-    attention_mask=np.ones((1, 2), np.int64),
-    prompt_lengths=np.ones(1, np.int64),
-    response_start=0,
-    targets=np.zeros((1, 1), np.int64),
-    mask=np.zeros((1, 1), np.float32),
-    behaviour=np.zeros((1, 1), np.float32),
-    lags=np.zeros((1, 1), np.int64),
-    token_weight=np.zeros((1, 1), np.float32),
-    advantage=np.zeros((1, 1), np.float32),
-)
-"""The micro-batch of a rank without rows: two tokens that are not trained. Its pass through the model has a gradient of
-0, and takes part in the collective operations of all ranks."""
-
-
 def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
     """[N] weight of each row's tokens. The sum of weight x loss over all tokens is the aggregated loss.
 
@@ -301,3 +284,10 @@ def _pad(
         token_weight=np.asarray([[weights[i]] for i in part], np.float32),
         advantage=np.asarray([[r.advantage] for r in selected], np.float32),
     )
+
+
+_ID, _ZERO, _UNSAMPLED = np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.bool_)
+_ROW = Row(prompt=_ID, response=_ID, behaviour=_ZERO, sampled=_UNSAMPLED, advantage=0.0, staleness=0)
+EMPTY_MICROBATCH = replace(_pad([_ROW], [0], _ZERO, [0]), row_indices=())
+"""The micro-batch of a rank without rows: two tokens that are not trained. Its pass through the model has a gradient of
+0, and takes part in the collective operations of all ranks."""
