@@ -66,7 +66,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     before it began."""
     from staleflow.cli.display import Display, logging_to
     from staleflow.cli.interrupts import end_at_once
-    from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute, stopped_by_signals
+    from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, execute, stopped_by_signals
 
     display = Display(config, quiet=quiet, verbosity=verbose)
 
@@ -77,7 +77,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     try:
         with display, logging_to(display.console, verbose):
             return display, asyncio.run(run())
-    except Interrupted as interruption:
+    except StoppedBeforeStart as interruption:
         has_store = (config.run_dir / "store").exists()
         remedy = f"`staleflow resume {config.run_dir}` begins it" if has_store else "the same command begins it again"
         click.echo(f"stopped: {interruption} before the first step; nothing is lost, {remedy}", err=True)

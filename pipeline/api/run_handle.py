@@ -21,7 +21,7 @@ from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, execute
+from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, execute
 from staleflow.pipeline.jobs.reporter import capturing_warnings
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
@@ -180,7 +180,7 @@ class RunHandle:
                 return self.result()
             except KeyboardInterrupt:
                 self.stop("interrupted")
-            except Interrupted as error:
+            except StoppedBeforeStart as error:
                 raise KeyboardInterrupt from error
 
     # -- the driver's thread ------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class RunHandle:
         if self._result is not None:
             return "stopped" if self._result.stopped else "done"
         if self.done:
-            return "stopped" if isinstance(self._error, Interrupted) else "failed"
+            return "stopped" if isinstance(self._error, StoppedBeforeStart) else "failed"
         if self._stop.reason:
             return "stopping"
         if self._progress.is_waiting:

@@ -16,7 +16,6 @@ from staleflow.pipeline.api.run_status import RunResult
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.config.knob_tree import Overrides, with_values
 from staleflow.pipeline.processes import local_cluster
-from staleflow.stores.errors import ConfigError
 
 
 def start(
@@ -175,10 +174,5 @@ def _start_unchecked(job: Job, *, client: Any, progress: Progress, resume: bool)
 def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
     """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
     dask_cluster = ClusterAddress.of_client(client)
-    if dask_cluster.address.startswith("inproc"):
-        raise ConfigError(
-            f"client: the workers at {dask_cluster.address} are threads of this process, and each actor needs a "
-            "process; use LocalCluster(processes=True, threads_per_worker=1)"
-        )
     values = {"cluster.kind": "address", "cluster.address": dask_cluster.address, "cluster.scheduler_file": ""}
     return with_values(job, values), dask_cluster.security

@@ -6,10 +6,10 @@ Coroutines run in a thread with its own event loop, because a notebook's loop is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
-import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from staleflow.pipeline.cluster.submitted_job import ENDED
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.config.knob_tree import Overrides
 from staleflow.pipeline.jobs import job_driver
+from staleflow.pipeline.jobs.execution import StoppedBeforeStart
+from staleflow.pipeline.recovery.run_folder import read_summary
 from staleflow.stores.errors import ConfigError, JobFailed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ class SubmittedJob:
         return _status_of(self._entry())
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
-        """Iterate over the lines of the job's log.
+        """Iterate over the lines of the job's log. Raises ConfigError as `status` does.
 
         Args:
             follow: Whether to wait for further lines until the job has ended.
@@ -61,28 +63,42 @@ class SubmittedJob:
         return iterate_async(job_lookup.log_lines(self.cluster, self.id, follow=follow))
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Stop the job after its current step, or at once if it is waiting. It can be resumed."""
+        """Stop the job after its current step, or at once if it is waiting. It can be resumed. Raises ConfigError as
+        `status` does."""
         run_coroutine(job_lookup.cancel(self.cluster, self.id, reason))
 
-    def wait(self) -> RunStatus:
-        """Wait until the job has ended. Returns its last status."""
-        return _status_of(run_coroutine(job_lookup.wait_until_ended(self.cluster, self.id)))
+    def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait until the job has ended. Returns its last status. Raises ConfigError as `status` does.
 
-    def result(self) -> RunResult:
+        Args:
+            timeout_s: Most seconds to wait; None waits as long as it takes.
+        """
+        return _status_of(run_coroutine(job_lookup.wait_until_ended(self.cluster, self.id, timeout_s)))
+
+    def result(self, timeout_s: float | None = None) -> RunResult:
         """Wait until the job has ended, and return its result. This process must be able to read the run's folder.
 
+        Args:
+            timeout_s: Most seconds to wait; None waits as long as it takes.
+
         Raises:
+            TimeoutError: The job has not ended by then; it goes on.
             JobFailed: The job failed.
+            StoppedBeforeStart: The job was stopped before it began.
             ConfigError: The cluster cannot be reached, or the run's folder is not on this machine.
         """
-        status = self.wait()
+        status = self.wait(timeout_s)
+        if status.state not in ENDED:
+            raise TimeoutError(f"the job has not ended after {timeout_s:g} s; it goes on: {status}")
         if status.state == "failed":
             raise JobFailed(f"{self.id} failed: {status.message}")
-        path = self.run_dir / "summary.json"
-        if not path.is_file():
+        summary = read_summary(self.run_dir)
+        if not summary and status.state == "stopped" and not status.step:
+            raise StoppedBeforeStart(status.message)
+        if not summary:
             raise ConfigError(f"{self.run_dir}: no summary.json; the job is {status}, and its folder is not seen here")
         stop_reason = status.message if status.state == "stopped" else ""
-        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=json.loads(path.read_text("utf-8")))
+        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=summary)
 
     def _entry(self) -> dict[str, Any]:
         return job_lookup.find_matching(run_coroutine(job_lookup.all_jobs(self.cluster)), self.id).job
@@ -124,7 +140,7 @@ def submit(
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     _check(config)
-    return _job_of(run_coroutine(job_driver.submit(config, cluster)), cluster)
+    return _submitted_job(run_coroutine(job_driver.submit(config, cluster)), cluster)
 
 
 def submit_resumed(
@@ -149,7 +165,7 @@ def submit_resumed(
     cluster = _cluster_of(client, scheduler, scheduler_file)
     config = resumable_job(Path(run_dir), overrides)
     _check(config)
-    return _job_of(run_coroutine(job_driver.submit(config, cluster, resume=True)), cluster)
+    return _submitted_job(run_coroutine(job_driver.submit(config, cluster, resume=True)), cluster)
 
 
 def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: str | Path = "") -> list[SubmittedJob]:
@@ -162,7 +178,7 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
         ConfigError: The cluster cannot be reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
-    return [_job_of(job, cluster) for job in run_coroutine(job_lookup.all_jobs(cluster))]
+    return [_submitted_job(entry, cluster) for entry in run_coroutine(job_lookup.all_jobs(cluster))]
 
 
 def _check(job: Job) -> None:
@@ -179,32 +195,38 @@ def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Clus
     return ClusterAddress(address=scheduler, scheduler_file=str(scheduler_file or ""))
 
 
-def _job_of(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
-    return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=cluster)
+def _submitted_job(entry: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
+    """Convert a registry's entry of a job."""
+    return SubmittedJob(id=entry["id"], name=entry["name"], run_dir=Path(entry["run_dir"]), cluster=cluster)
 
 
-def _status_of(job: Mapping[str, Any]) -> RunStatus:
+def _status_of(entry: Mapping[str, Any]) -> RunStatus:
     """Convert a registry's entry of a job to its status."""
-    last, state = job["last"] or {}, job["state"]
-    if job["stop"] and state not in ENDED:
+    last, driver_status, state = entry["last"] or {}, entry["status"] or {}, entry["state"]
+    if entry["stop"] and state not in ENDED:
         state = "stopping"
-    message = job["why"] or ((job["status"] or {}).get("doing", "") if state == "running" else "")
+    message = entry["why"] or (driver_status.get("doing", "") if state == "running" else "")
     step = int(last["step"]) + 1 if last else 0
-    return RunStatus.of(state, step, job["steps"], last, last.get("tokens_per_s", 0.0), message)
+    return RunStatus.of(state, step, entry["steps"], last, driver_status.get("tokens_per_s", 0.0), message)
 
 
 T = TypeVar("T")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end. Returns its result and raises its errors."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+    """Run a coroutine to its end. Returns its result and raises its errors. A KeyboardInterrupt cancels it."""
+
+    async def result() -> AsyncGenerator[T, None]:
+        yield await coroutine
+
+    with contextlib.closing(iterate_async(result())) as results:
+        return next(results)
 
 
-def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield the items of an asynchronous iterator, which is cancelled when the iteration is abandoned."""
-    loop = asyncio.new_event_loop()
+def iterate_async(items: AsyncGenerator[T, None]) -> Generator[T]:
+    """Yield the items of an asynchronous generator, which is cancelled when the iteration is abandoned."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    loop = runner.get_loop()
 
     async def next_item() -> T:
         return await anext(items)
@@ -218,5 +240,7 @@ def iterate_async(items: AsyncIterator[T]) -> Iterator[T]:
             return
         finally:
             loop.call_soon_threadsafe(task.cancel)  # changes nothing if it has ended
-            thread.submit(loop.run_until_complete, loop.shutdown_asyncgens()).result()
-            loop.close()
+            # First, since runner.close cancels the tasks of a client that the items close, and closes all generators at
+            # once, also that of a context manager which another one is about to leave.
+            thread.submit(loop.run_until_complete, items.aclose()).result()
+            thread.submit(runner.close).result()

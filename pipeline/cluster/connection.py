@@ -48,10 +48,16 @@ class ClusterAddress:
 
     @classmethod
     def of_client(cls, client: Any) -> ClusterAddress:
-        """Return the cluster of a Dask client. Raises ConfigError if the object is not a connected client."""
+        """Return the cluster of a Dask client. Raises ConfigError if the object is not a connected client, or the
+        workers are no processes."""
         address = getattr(getattr(client, "scheduler", None), "address", "")
         if not address:
             raise ConfigError(f"client: a {type(client).__name__}; expected a distributed.Client that is connected")
+        if address.startswith("inproc"):
+            raise ConfigError(
+                f"client: the workers at {address} are threads of this process, and each actor needs a process; use "
+                "LocalCluster(processes=True, threads_per_worker=1)"
+            )
         return cls(address=str(address), security=client.security)
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
         return jobs
 
 
-async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
+async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncGenerator[str, None]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
     async with cluster.open_client() as client:
 
@@ -139,10 +140,13 @@ async def follow_lines(
             await asyncio.sleep(POLL_S)
 
 
-async def wait_until_ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
-    """Wait until a job has ended, and return the registry's entry of it. Raises ConfigError."""
+async def wait_until_ended(cluster: ClusterAddress, id: str, timeout_s: float | None = None) -> dict[str, Any]:
+    """Wait until a job has ended, and return the registry's entry of it. Raises ConfigError. timeout_s: most seconds to
+    wait; None waits as long as it takes."""
+    loop = asyncio.get_running_loop()
+    end_s = math.inf if timeout_s is None else loop.time() + timeout_s
     async with cluster.open_client() as client:
-        while (job := await find(client, id))["state"] not in submitted_job.ENDED:
+        while (job := await find(client, id))["state"] not in submitted_job.ENDED and loop.time() < end_s:
             await asyncio.sleep(POLL_S)
         return job
 

@@ -410,6 +410,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if job is None:  # the job was dropped, or the scheduler was restarted
             return {"stop": "", "retire": [], "release": []}
         for step in steps:
+            while job.history and next(reversed(job.history)) >= step["step"]:  # undone by a resume
+                job.history.popitem()
             job.history[int(step["step"])] = dict(step)
         if steps and (task := self._scheduler.tasks.get(TASK_KEY_PREFIX + id)) is not None:
             task.suspicious = 0  # resets Dask's count of worker deaths after progress

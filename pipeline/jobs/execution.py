@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
@@ -23,13 +23,14 @@ from staleflow.pipeline.config.model_facts import inspect_model, inspect_teacher
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.forecasting import prepare_forecast, settings_digest
 from staleflow.pipeline.jobs.starts import StartRecorder
+from staleflow.pipeline.processes.worker_protocol import ClusterLost
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_dir
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.run_report import RunListener, RunListeners, RunReport
-from staleflow.stores.errors import StaleflowError
+from staleflow.stores.errors import StaleflowError, raised_as
 
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.reporter import Reporter
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended: finished or stopped."""
+    """How a run ended: finished or stopped. stopped: the reason; empty if it did all steps."""
 
     run_dir: Path
     summary: dict[str, object]
@@ -47,14 +48,15 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverTask:
-    """A driver that runs as a Dask task on a worker of the cluster. Its caller has locked the run folder, and reports
-    how the job ended.
+    """A driver that runs as a Dask task on a worker of the cluster. The caller of `execute` has then locked the run
+    folder, and reports how the job ended.
 
-    worker: address of the worker. job: id of the submitted job. security: Dask's security object for its connections.
+    worker: address of the worker. job_id: id of the submitted job. security: Dask's security object for its
+    connections.
     """
 
     worker: str
-    job: str
+    job_id: str
     security: Any = None
 
 
@@ -71,12 +73,18 @@ async def execute(
 
     Args:
         listener: Receives the progress of the run.
+        resume: Whether to continue the run in the job's folder; else there must be none.
         task: The Dask task that this driver runs in; None if it runs in none.
         stop: Request to stop the run.
-        security: Dask's security object for the cluster that the job names, without `task`.
+        security: Dask's security object for the cluster that the job names; ignored with `task`, which has its own.
+
+    Raises:
+        ConfigError: The job or its cluster cannot be used.
+        StoppedBeforeStart: The job was stopped while it waited for workers.
+        StaleflowError: The run failed; what is stored can be resumed.
     """
     from staleflow.pipeline.jobs.reporter import Reporter, capturing_warnings, write_record
-    from staleflow.pipeline.jobs.summary import summarize, write_report
+    from staleflow.pipeline.jobs.summary import write_report
     from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
     facts = inspect_model(config)
@@ -84,24 +92,17 @@ async def execute(
         inspect_teacher(config)
     config = user_files.with_absolute_paths(config)
     user_files.check_strategies(config)
-    run_dir, settings = config.run_dir, settings_digest(config)
-    with contextlib.ExitStack() as lock:
+    run_dir, job_digest = config.run_dir, settings_digest(config)
+    async with contextlib.AsyncExitStack() as lock:
         if task is None:
             await check_gpus(config, security)
             lock.enter_context(create_and_lock(run_dir))
-        config, fingerprints, source_changes = _prepare_folder(config, resume=resume)
-        # In a thread, while workers start.
-        stop_forecast = threading.Event()
-        lock.callback(stop_forecast.set)
-        forecasting = (
-            None
-            if resume
-            else asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, settings, stop_forecast))
-        )
+        config, fingerprints, input_changes = _prepare_folder(config, resume=resume)
+        forecast = None if resume else await lock.enter_async_context(_preparing_forecast(config, job_digest))
         workers = await (
             connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )
-        reporter = Reporter(f"{config.name}-{facts.nonce[:6]}" if task is None else task.job, config.steps, run_dir)
+        reporter = Reporter(f"{config.name}-{facts.nonce[:6]}" if task is None else task.job_id, config.steps, run_dir)
         workers.job = reporter.id
         end_state = "failed", ""
         try:
@@ -109,32 +110,54 @@ async def execute(
                 listener.on_line(f"Dask dashboard: {workers.dashboard}")
             if task is None:
                 await write_record(run_dir, reporter.id, {"steps": config.steps}, [])  # replaces an earlier start's
-            client_id = str(workers.client.id)
-            job_facts = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-            refuse_second_job(await job_registry.ask(workers.client, "submit", **job_facts, by=client_id))
-            stop_reason = await workers.wait_for_workers(config, listener.on_line, "" if task is None else task.worker)
-            if stop_reason:
-                end_state = "stopped", stop_reason
-                summary = summarize(config, RunReport(stopped=stop_reason), run_dir)  # not written: nothing has changed
-                return RunEnd(run_dir=run_dir, summary=summary, stopped=stop_reason)
+            await _enter_registry(config, workers)
+            own_worker = "" if task is None else task.worker
+            if reason := await workers.wait_for_workers(config, listener.on_line, own_worker):
+                raise StoppedBeforeStart(reason)
             if workers.placement_text:
                 listener.on_line(f"GPUs: {workers.placement_text}")
-            if forecasting is not None and (line := await forecasting):
+            if forecast is not None and (line := await forecast):
                 listener.on_line(line)
             actors = Actors(config, workers, run_dir, facts)
             with capturing_warnings(reporter.on_line):
                 report = await _train(
-                    config, actors, workers, reporter, listener, (fingerprints, source_changes), stop, resume=resume
+                    config, actors, workers, reporter, listener, (fingerprints, input_changes), stop, resume=resume
                 )
-            end_state = ("stopped" if report.stopped else "done"), report.stopped
+            end = RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
+            end_state = ("stopped" if end.stopped else "done"), end.stopped
+            return end
         except BaseException as error:
-            end_state = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
+            has_failed = isinstance(error, Exception) and not isinstance(error, StoppedBeforeStart)
+            reason = str(error) or (stop.reason if stop is not None else "") or "interrupted"
+            end_state = ("failed" if has_failed else "stopped"), reason
             raise
         finally:
+            if stop is not None:
+                stop.set_handler(_ignore_stop)  # a second request would leave actors and workers behind
             with contextlib.suppress(Exception):
                 await reporter.report(workers.client, *(end_state if task is None else ("running", "")))
             await workers.close()
-        return RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
+
+
+async def _enter_registry(config: RunConfig, workers: DaskWorkers) -> None:
+    """Enter a run in the cluster's job registry. Raises ConfigError if another job uses its folder, ClusterLost."""
+    job_facts = {"id": workers.job, "name": config.name, "run_dir": str(config.run_dir), "steps": config.steps}
+    client = workers.client
+    with raised_as(ClusterLost, "cluster: the scheduler does not answer", OSError):
+        refuse_second_job(await job_registry.ask(client, "submit", **job_facts, by=str(client.id)))
+
+
+@contextlib.asynccontextmanager
+async def _preparing_forecast(config: RunConfig, job_digest: str) -> AsyncIterator[asyncio.Future[str]]:
+    """Context manager: makes a run's forecast in a thread, and yields the future of its line for the user. At its end
+    the thread writes no more into the run's folder."""
+    stop = threading.Event()
+    forecast = asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, job_digest, stop))
+    try:
+        yield forecast
+    finally:
+        stop.set()
+        await asyncio.wait({forecast})
 
 
 async def _train(
@@ -143,29 +166,29 @@ async def _train(
     workers: DaskWorkers,
     reporter: Reporter,
     listener: RunListener,
-    source_state: tuple[Fingerprints, list[str]],
+    inputs: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
     resume: bool,
 ) -> RunReport:
-    """Run the driver from the run's start or its resume point to its end. source_state: fingerprints of data and code,
-    and their changes since the run began."""
+    """Run the driver from the run's start or its resume point to its end. inputs: fingerprints of data and code, and
+    their changes since the run began."""
     from staleflow.pipeline.jobs.tracking import track
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (fingerprints, source_changes) = config.run_dir, source_state
+    run_dir, (fingerprints, input_changes) = config.run_dir, inputs
     resumption = resumptions.prepare(config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     start_recorder = StartRecorder(run_dir, version, elapsed_s)
-    async with track(config, run_dir) as tracking:
-        listeners = RunListeners(tracking, start_recorder, reporter, listener)
-        if resumption is not None:
-            listeners.on_line(f"resuming from version {resumption.version}")
-            reporter.add_earlier_steps(resumption.steps)
-        driver = Driver(
-            config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=source_changes
-        )
-        with start_recorder.record_end(driver.report):
+    with start_recorder.record_end():
+        async with track(config, run_dir) as tracking:
+            listeners = RunListeners(tracking, start_recorder, reporter, listener)
+            if resumption is not None:
+                listeners.on_line(f"resuming from version {resumption.version}")
+                reporter.add_earlier_steps(resumption.steps)
+            driver = Driver(
+                config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=input_changes
+            )
             report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
     if report.diagnosis is not None:
         reporter.on_line(report.diagnosis.line)
@@ -221,14 +244,14 @@ def _ignore_stop(_: str) -> None:
     """Ignore a request to stop, because the run is ending."""
 
 
-class Interrupted(StaleflowError):
+class StoppedBeforeStart(StaleflowError):
     """The run was stopped before it began."""
 
 
 class StopRequest:
     """A request to stop one run. A context manager, entered by the task that executes the run.
 
-    Until `set_handler` is called, a request cancels the task, and the context raises Interrupted.
+    Until `set_handler` is called, a request cancels the task, and the context raises StoppedBeforeStart.
     """
 
     def __init__(self) -> None:
@@ -269,7 +292,7 @@ class StopRequest:
             self._loop = None
         if kind is asyncio.CancelledError and self.reason and self._task is not None:
             self._task.uncancel()
-            raise Interrupted(self.reason) from None
+            raise StoppedBeforeStart(self.reason) from None
 
     def _deliver(self) -> None:
         while self._num_undelivered:
@@ -283,7 +306,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stopped_by_signals(
-    request: StopRequest, announce: Callable[[str], None], end_process: Callable[[], None]
+    request: StopRequest, announce: Callable[[str], None], end_process: Callable[[], NoReturn]
 ) -> Iterator[None]:
     """Context manager: the first SIGINT or SIGTERM requests that the run stops. Use in the main thread, inside of the
     request's context.
@@ -291,7 +314,7 @@ def stopped_by_signals(
     Args:
         request: The run's request to stop.
         announce: Receives a line for the user at the first signal.
-        end_process: Called at the second signal.
+        end_process: Ends the process, at the second signal.
     """
     loop = asyncio.get_running_loop()
     received_reasons: list[str] = []

@@ -71,7 +71,7 @@ def run_driver(submission: Submission) -> str:
     from staleflow.pipeline.jobs.execution import DriverTask
 
     worker = get_worker()
-    task = DriverTask(worker=worker.address, job=submission.id, security=client_security(worker.security))
+    task = DriverTask(worker=worker.address, job_id=submission.id, security=client_security(worker.security))
     secede()  # the task is long and computes little, so free the worker's thread
     return asyncio.run(
         _run_driver(submission, task, worker.scheduler.address, is_alive=lambda: worker.status is Status.running)
@@ -125,7 +125,7 @@ async def _run_to_end(config: RunConfig, submission: Submission, task: DriverTas
 async def _resume_to_end(config: RunConfig, submission: Submission, task: DriverTask, client: Any) -> tuple[str, str]:
     """`_run_to_end` without its checks."""
     from staleflow.pipeline.jobs import reporter
-    from staleflow.pipeline.jobs.execution import execute
+    from staleflow.pipeline.jobs.execution import StoppedBeforeStart, execute
     from staleflow.pipeline.runtime.run_report import RunListener
     from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -147,6 +147,8 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
                 resume=has_store or submission.resume,
                 task=task,
             )
+        except StoppedBeforeStart as error:
+            return "stopped", str(error)
         except (ActorLost, NoFreeWorker) as error:
             num_resumes += 1
             if num_resumes > MAX_RESUMES:

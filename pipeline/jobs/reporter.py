@@ -23,6 +23,7 @@ from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, describe_progress, group_by_set
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
+from staleflow.stores.metrics import tokens_per_s
 from staleflow.stores.serialization import Codec
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Reporter(RunListener):
         self._status = {
             **CODEC.encode(snapshot),
             "losses": list(report.losses),
+            "tokens_per_s": tokens_per_s(report.steps),
             "fleet": report.instances_line,
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],

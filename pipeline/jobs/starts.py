@@ -56,10 +56,12 @@ class StartRecorder(RunListener):
         self._start = Start(version)
         self._elapsed_s = elapsed_s
         self._written_counts = (0, 0)
+        self._report = RunReport()
         self._write()
 
     def on_status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
+        self._report = report
         self._start.losses, self._start.alarms = list(report.losses), list(report.alarms)
         self._start.commands = dict(report.commands)
         if report.phases:
@@ -71,22 +73,19 @@ class StartRecorder(RunListener):
             self._write()
 
     @contextlib.contextmanager
-    def record_end(self, report: RunReport) -> Iterator[None]:
-        """Context manager: writes how this start ended. report: the run's report, which the block completes."""
+    def record_end(self) -> Iterator[None]:
+        """Context manager: writes how this start ended, with the report of the latest status."""
         ending = "stopped at once"
         try:
             yield
-            ending = f"stopped: {report.stopped}" if report.stopped else "done"
+            ending = f"stopped: {self._report.stopped}" if self._report.stopped else "done"
         except Exception as error:
             ending = f"failed: {error}"
             raise
         finally:
-            self._end(report, ending)
-
-    def _end(self, report: RunReport, ending: str) -> None:
-        self._start.end, self._written_counts = ending, (-1, -1)
-        with contextlib.suppress(StoreError):  # how the run ended is more important
-            self.on_status(report.snapshot, report)
+            self._start.end, self._written_counts = ending, (-1, -1)
+            with contextlib.suppress(StoreError):  # how the run ended is more important
+                self.on_status(self._report.snapshot, self._report)
 
     def _write(self) -> None:
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier_starts, self._start)], indent=1) + "\n"

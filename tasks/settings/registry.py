@@ -38,6 +38,7 @@ from staleflow.tasks.settings.knobs import (
     Knob,
     all_keys,
     keys_of,
+    knobs,
     names_user_code,
     parameter,
     read,
@@ -158,17 +159,19 @@ class Registry(Generic[T]):
     def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
         label = f"{self.key} = {entry.name!r}"
         code: Any = user_code.load(entry.name, self.key, entry.kind)
-        if any(isinstance(member, dataclasses.Field) for member in vars(code).values()):
+        if any(isinstance(member, dataclasses.Field) for member in getattr(code, "__dict__", {}).values()):
             raise ConfigError(f"{label}: it declares knobs but is not a dataclass; write @dataclass above the class")
-        knobs = read(code, entry.knobs, label, f"{self.key}.")
+        if taken_names := [name for name in knobs(code) if name in values]:
+            raise ConfigError(f"{label}: the run sets {', '.join(taken_names)}; give this knob another name")
+        knob_values = read(code, entry.knobs, label, f"{self.key}.")
         if entry.kind == "class":
-            code = self._construct(code, {**values, **knobs}, values, label)
+            code = self._construct(code, {**values, **knob_values}, values, label)
         result: T = dataclasses.replace(entry, code=code)
         return result
 
     def _construct(self, cls: Any, arguments: Mapping[str, Any], values: Mapping[str, Any], label: str) -> Any:
-        """Construct a user's class with those of `arguments` that it takes. Raises ConfigError. values: the arguments
-        that are not knobs."""
+        """Construct a user's class with those of `arguments` that its signature names; **kwargs receives none. Raises
+        ConfigError. values: the arguments that are not knobs."""
         optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         try:
             signature = inspect.signature(cls).parameters
@@ -227,14 +230,14 @@ class Choice(Knob):
 
     def error(self, value: object) -> str:
         """Return an error text for an unknown name, to follow its key in a message."""
-        registry, user_code = self.registry, self.registry.user_code is not None
-        if isinstance(value, str) and (value in registry or (user_code and names_user_code(value))):
+        registry, allows_user_code = self.registry, self.registry.user_code is not None
+        if isinstance(value, str) and (value in registry or (allows_user_code and names_user_code(value))):
             return ""
         if isinstance(value, str) and value in registry.unavailable:
             return f"= {shown(value)} {registry.unavailable[value]}"
         other_registries = [r for r in REGISTRIES if isinstance(value, str) and value in r]
         suggestion = f"{other_registries[0].key} = {value!r}" if len(other_registries) == 1 else ""
-        return unknown_choice(value, registry.names, user_code=user_code, suggestion=suggestion)
+        return unknown_choice(value, registry.names, user_code=allows_user_code, suggestion=suggestion)
 
     def read(self, value: object, hint: Any, source: str, key: str, root: type[Any]) -> Any:
         """Return the entry selected by a name, or by a table with `name` and knobs. Raises ConfigError."""

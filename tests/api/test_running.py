@@ -18,7 +18,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import staleflow
-from staleflow.pipeline.jobs.execution import Interrupted
+from staleflow.pipeline.jobs.execution import StoppedBeforeStart
 from staleflow.stores.errors import ConfigError, RunStuck
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -187,7 +187,7 @@ def test_an_existing_run_name_is_rejected_at_once(tmp_path: Path) -> None:
 def test_a_run_stopped_before_its_start_raises_interrupted(tmp_path: Path) -> None:
     handle = staleflow.start(emulated(tmp_path, steps=100))
     handle.stop("never mind")
-    with pytest.raises(Interrupted, match="never mind"):
+    with pytest.raises(StoppedBeforeStart, match="never mind"):
         handle.result()
     assert handle.status().state == "stopped"
 

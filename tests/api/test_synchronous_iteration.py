@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextvars import Context
 from typing import TypeVarTuple
 
@@ -15,7 +16,7 @@ from staleflow.pipeline.api.submitting import iterate_async
 Arguments = TypeVarTuple("Arguments")
 
 
-async def numbers() -> AsyncIterator[int]:
+async def numbers() -> AsyncGenerator[int, None]:
     for i in range(3):
         yield i
 
@@ -46,7 +47,7 @@ def test_an_exhausted_iterator_does_not_call_a_closed_loop(monkeypatch: pytest.M
 def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
     ended = threading.Event()
 
-    async def endless() -> AsyncIterator[int]:
+    async def endless() -> AsyncGenerator[int, None]:
         try:
             while True:
                 yield 1
@@ -60,8 +61,29 @@ def test_abandoning_an_iterator_cancels_the_asynchronous_iterator() -> None:
     assert ended.wait(10.0)
 
 
+def test_abandoning_an_iterator_leaves_its_context_managers_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def context(name: str) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)
+            left.append(name)
+
+    async def endless() -> AsyncGenerator[int, None]:
+        async with context("outer"), context("inner"):
+            while True:
+                yield 1
+
+    for _ in iterate_async(endless()):
+        break
+    assert (left, caplog.messages) == (["inner", "outer"], [])
+
+
 def test_an_error_of_an_asynchronous_iterator_is_raised() -> None:
-    async def broken() -> AsyncIterator[int]:
+    async def broken() -> AsyncGenerator[int, None]:
         yield 1
         raise ValueError("broken")
 

@@ -222,7 +222,7 @@ def test_a_signal_during_imports_reaches_the_run(tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     script = """
 import asyncio, socket
-from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, stopped_by_signals
+from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, stopped_by_signals
 
 make_pair = socket.socketpair
 
@@ -243,7 +243,7 @@ def callback():
     import early  # the signal comes during an import, before anything else listens
     try:
         asyncio.run(run())
-    except Interrupted as stopped:
+    except StoppedBeforeStart as stopped:
         print(stopped)
 """
     result = run_script(script, tmp_path)

@@ -57,6 +57,17 @@ def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     assert registry.dispatch("jobs") == []
 
 
+def test_steps_that_a_resume_undoes_are_not_kept() -> None:
+    registry = JobRegistry()
+    registry._scheduler = SimpleNamespace(tasks={})
+    registry.jobs["job"] = job = Job("job", "job", "runs/job", 9, 0.0)
+    report = {"id": "job", "state": "running", "why": "", "status": {}, "lines": []}
+    registry.dispatch("report", **report, steps=[{"step": float(i), "reward": 0.0} for i in range(4)])
+    registry.dispatch("report", **report, steps=[{"step": 0.0, "reward": 0.0}, {"step": 1.0, "reward": 1.0}])
+    assert job.history == {0: {"step": 0.0, "reward": 0.0}, 1: {"step": 1.0, "reward": 1.0}}
+    assert job.last_metrics["step"] == 1.0
+
+
 def test_the_registry_keeps_the_latest_jobs_and_all_that_have_not_ended() -> None:
     registry = JobRegistry()
     ids = [f"job-{number}" for number in range(job_registry.MAX_JOBS + 10)]

@@ -132,6 +132,8 @@ def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_on_use(tmp_path
         BRUSHES.make(brush)
     with pytest.raises(ConfigError, match=r"it lacks paint; docs/extending.md has an example"):
         BRUSHES.make(build_paint({"brush": f"{file}:Half"}).brush)
+    with pytest.raises(ConfigError, match="the run sets times; give this knob another name"):
+        BRUSHES.make(brush, {"ink": "!", "times": 7})
 
 
 @pytest.mark.parametrize("brush", ["plain", {"name": "wide", "width": 5}, {"name": "mine.py:X", "a b": 1, "c": [2]}])

@@ -279,6 +279,14 @@ OWN = (
 )
 
 
+def test_a_builtin_function_is_an_advantage_that_fails_in_one_line() -> None:
+    from staleflow.tasks.training.advantage import ADVANTAGES
+
+    advantage = ADVANTAGES.make(job("training.advantage=math:fsum").training.advantage)
+    with pytest.raises(ConfigError, match=r"training.advantage = 'math:fsum' raised: TypeError"):
+        advantage.advantages(np.zeros((1, 2)), np.ones((1, 2), np.bool_))
+
+
 def test_files_named_by_a_job_are_packed_with_it(
     user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

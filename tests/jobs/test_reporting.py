@@ -137,7 +137,7 @@ async def test_a_job_that_lost_its_last_instance_resumes(
     monkeypatch.setattr(job_driver, "find", find)
     monkeypatch.setattr(job_registry, "ask", ask)
     config: Any = SimpleNamespace(run_dir=tmp_path, steps=3)
-    submission, task = job_driver.Submission(id="job", job_toml=""), execution.DriverTask(worker="", job="job")
+    submission, task = job_driver.Submission(id="job", job_toml=""), execution.DriverTask(worker="", job_id="job")
     assert await job_driver._resume_to_end(config, submission, task, None) == ("done", "")
     assert executions == 2
 
@@ -287,7 +287,7 @@ async def test_a_submitted_job_writes_its_record_only_in_the_locked_folder(
     monkeypatch.setattr(job_driver, "find", find)
     monkeypatch.setattr(job_registry, "ask", ask)
     monkeypatch.setattr(ClusterAddress, "open_client", open_client)
-    task = execution.DriverTask(worker="", job="job")
+    task = execution.DriverTask(worker="", job_id="job")
     end = await job_driver._run_driver(job_driver.Submission(id="job", job_toml=""), task, "", is_alive=lambda: True)
     state = "failed" if error else "done"
     assert end == state

@@ -26,12 +26,15 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
-    with pytest.raises(ActorLost), StartRecorder(tmp_path, 3, 10.0).record_end(lost):
+    second = StartRecorder(tmp_path, 3, 10.0)
+    second.on_status(None, lost)
+    with pytest.raises(ActorLost), second.record_end():
         raise ActorLost("server is gone")
 
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
-    with StartRecorder(tmp_path, 4, 12.0).record_end(last):
-        pass
+    third = StartRecorder(tmp_path, 4, 12.0)
+    with third.record_end():
+        third.on_status(None, last)
     assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
     ]  # fmt: skip
@@ -50,12 +53,14 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_recorded(tmp_path: Path) -> None:
-    outcomes = RunReport(stopped="cancelled")
-    with StartRecorder(tmp_path, 0, 0.0).record_end(outcomes):
-        pass
-    with pytest.raises(KeyboardInterrupt), StartRecorder(tmp_path, 0, 0.0).record_end(outcomes):
+    recorder = StartRecorder(tmp_path, 0, 0.0)
+    with recorder.record_end():
+        recorder.on_status(None, RunReport(stopped="cancelled"))
+    with pytest.raises(KeyboardInterrupt), StartRecorder(tmp_path, 0, 0.0).record_end():
         raise KeyboardInterrupt
-    assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
+    with pytest.raises(OSError, match="disk"), StartRecorder(tmp_path, 0, 0.0).record_end():
+        raise OSError("disk")  # before the driver is made
+    assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once", "failed: disk"]
 
 
 def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> None:

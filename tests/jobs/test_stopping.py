@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from typing import NoReturn
 
 import pytest
 
-from staleflow.pipeline.jobs.execution import Interrupted, StopRequest, stopped_by_signals
+from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, stopped_by_signals
 
 
 async def ignore_cancellation() -> None:
@@ -22,7 +23,7 @@ async def ignore_cancellation() -> None:
         task.uncancel()
 
 
-def stop_at_once() -> None:
+def stop_at_once() -> NoReturn:
     raise AssertionError("one signal does not end the process at once")
 
 
@@ -46,7 +47,7 @@ def test_a_signal_before_the_run_ends_the_context() -> None:
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60)
 
-    with pytest.raises(Interrupted, match="terminated"):
+    with pytest.raises(StoppedBeforeStart, match="terminated"):
         asyncio.run(run())
 
 
@@ -97,7 +98,7 @@ def test_a_request_before_the_run_ends_it_and_one_after_it_changes_nothing() -> 
         with request:
             await asyncio.sleep(60)
 
-    with pytest.raises(Interrupted, match="never mind"):
+    with pytest.raises(StoppedBeforeStart, match="never mind"):
         asyncio.run(run())
     request.stop("too late")
     assert request.reason == "never mind"
