@@ -131,7 +131,13 @@ class Driver:
             self._coordinator.is_drained,
         )
         self._progress_watch = ProgressWatch(
-            self._coordinator, actors, self._commit_queue, self._score_queue, self._teacher_queue, config.deadlines
+            self._coordinator,
+            actors,
+            self._commit_queue,
+            self._score_queue,
+            self._teacher_queue,
+            self._environment_hosts,
+            config.deadlines,
         )
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
         self.report = RunReport(

@@ -17,6 +17,7 @@ from typing import Any
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import CloseEnvironment, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event, TrajectoryScored
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.actor_client import MAX_FALSE_LOSSES, SERVER
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
@@ -80,6 +81,11 @@ class EnvironmentHosts:
         else:
             host.pending_steps.pop(command.trajectory, None)
         host.outbox.put_nowait(command)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a host is replaced or moved. Both have deadlines."""
+        return any(host.replace_lock.locked() for host in self._hosts)
 
     @property
     def views(self) -> list[HostView]:
@@ -186,6 +192,8 @@ class EnvironmentHosts:
                     raise
                 self._actors.record_loss(name, error)
                 await self._actors.replace_stateless(name)
+            except NoFreeWorker as error:  # the next call to it replaces it
+                logger.warning("%s", error)
             self._resend_pending(host)
 
     def _resend_pending(self, host: _Host) -> None:

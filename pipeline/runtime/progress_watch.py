@@ -8,6 +8,7 @@ from staleflow.pipeline.coordination.events import Event, InstanceReported, Tick
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
+from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
 from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
 from staleflow.stores.errors import RunStuck
@@ -24,6 +25,7 @@ class ProgressWatch:
         commit_queue: CommitQueue,
         score_queue: ScoreQueue,
         teacher_queue: TeacherQueue,
+        environment_hosts: EnvironmentHosts,
         deadlines: DeadlineConfig,
     ) -> None:
         self._coordinator = coordinator
@@ -31,6 +33,7 @@ class ProgressWatch:
         self._commit_queue = commit_queue
         self._score_queue = score_queue
         self._teacher_queue = teacher_queue
+        self._environment_hosts = environment_hosts
         self._deadlines = deadlines
         self._last_progress_s = now_s()
         """Time of the last progress."""
@@ -73,5 +76,5 @@ class ProgressWatch:
         actors = self._actors
         previous_bytes, self._bytes_arrived = self._bytes_arrived, actors.bytes_arrived
         is_busy = self._commit_queue.is_full or self._score_queue.is_busy or self._teacher_queue.is_busy
-        is_busy |= actors.is_restoring or actors.is_loading or actors.lacks_role
+        is_busy |= self._environment_hosts.is_busy or actors.is_restoring or actors.is_loading or actors.lacks_role
         return is_busy or self._bytes_arrived > previous_bytes

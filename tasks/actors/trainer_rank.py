@@ -99,7 +99,7 @@ class DistributedPolicy:
         Args:
             host: Address of this process for the other ranks.
             peers: Actors of the other ranks, called from `loop`.
-            context: Context of an actor's method, by which `call_actor` knows that an actor calls.
+            context: Context of the caller. In that of an actor's method `call_actor` probes the addresses of `peers`.
 
         Raises:
             ActorLost: A rank is lost. Errors of any rank are raised too.
@@ -147,7 +147,10 @@ class DistributedPolicy:
         try:
             self._policy.end_save()
         except Exception as error:
-            raise _cause(error, [self._call_peer(name, "ping") for name in self._peers]) from error
+            cause = _cause(error, [self._call_peer(name, "ping") for name in self._peers])
+            if cause is error:
+                raise
+            raise cause from error
 
     def load_state(self, path: Path) -> None:
         self._call_all(self._policy.load_state, path)
@@ -177,17 +180,21 @@ class DistributedPolicy:
         done, _ = wait(all_calls, return_when=FIRST_EXCEPTION)
         for future in done:
             if (error := future.exception()) is not None:
-                raise _cause(error, peer_calls)
+                raise _cause(error, all_calls)
         return own_call.result()
 
 
-def _cause(error: BaseException, peer_calls: Sequence[Future[None]]) -> BaseException:
-    """Return the cause of a rank's `error`: the loss of another rank, if one is lost."""
+def _cause(error: BaseException, calls: Sequence[Future[Any]]) -> BaseException:
+    """Return the cause of a rank's `error`: the loss of a rank, else another error of `calls` if that one only means
+    that a rank does not respond."""
     with contextlib.suppress(TimeoutError):
-        for future in as_completed(peer_calls, timeout=SETTLE_S):
-            if isinstance(loss_error := future.exception(), ActorLost):
-                return loss_error
-    if not isinstance(error, ActorLost) and is_lost_rank_error(error):
+        for future in as_completed(calls, timeout=SETTLE_S):
+            call_error = future.exception()
+            if isinstance(call_error, ActorLost):
+                return call_error
+            if call_error is not None and is_lost_rank_error(error):
+                error = call_error
+    if is_lost_rank_error(error):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
     return error
 

@@ -308,7 +308,7 @@ def test_a_run_is_stuck_only_after_the_trainer_would_have_been_replaced(
     coordinator: Any = SimpleNamespace(is_training=is_training, explain_waiting=lambda: "it waits")
     idle: Any = SimpleNamespace()
     watch = progress_watch.ProgressWatch(
-        coordinator, idle, idle, idle, idle, DeadlineConfig(train_s=60.0, call_s=20.0, stuck_s=30.0)
+        coordinator, idle, idle, idle, idle, idle, DeadlineConfig(train_s=60.0, call_s=20.0, stuck_s=30.0)
     )
     now = limit_s
     watch.check()

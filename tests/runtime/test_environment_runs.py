@@ -12,6 +12,7 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentStepped
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.runtime import environment_hosts
 from staleflow.pipeline.runtime.environment_hosts import FAILURE_WINDOW
@@ -132,6 +133,28 @@ def test_an_environment_host_that_fails_after_its_move_is_replaced(body: Body, e
     run = body.checked_run(*AGENTS, faults=[fails], meanwhile=give_back)
     assert len(run.outcomes.losses) == 1
     assert run.workers.names.count("environment-0") == 3
+
+
+def test_an_environment_host_that_finds_no_free_worker_when_it_moves_is_replaced(body: Body) -> None:
+    async def give_back(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("environment-0").count("start_steps") == 2)
+        run.driver.release_worker(run.workers.placed["environment-0"].address)
+
+    none = Fault(actor="environment-0", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
+    run = body.checked_run(*AGENTS, faults=[none], meanwhile=give_back)
+    (loss,) = run.outcomes.losses
+    assert "environment-0 is gone" in loss
+    assert run.workers.names.count("environment-0") == 2
+
+
+def test_a_slow_replacement_of_an_environment_host_does_not_count_as_stuck(body: Body) -> None:
+    faults = [
+        Fault(actor="environment-0", method="next_outcomes", nth=3, dies="before"),
+        Fault(actor="environment-0", method="__init__", nth=2, late_s=90.0),
+    ]
+    run = body.checked_run(*AGENTS, "environment.hosts=2", faults=faults)
+    assert run.config.deadlines.stuck_s < 90.0
+    assert len(run.outcomes.losses) == 1
 
 
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:

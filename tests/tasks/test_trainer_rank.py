@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +162,7 @@ class LostRank:
 
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:38529")
+OUT_OF_MEMORY = RuntimeError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -213,6 +216,33 @@ def test_permanent_errors_are_not_classified_as_a_lost_rank() -> None:
         assert trainer_rank._cause(error, []) is error, message
         passed_on = ActorFailed(f"trainer-1 failed: RuntimeError: {message}", "trainer-1")
         assert trainer_rank._cause(passed_on, []) is passed_on, message
+
+
+def failed_call(error: Exception) -> Future[None]:
+    call: Future[None] = Future()
+    call.set_exception(error)
+    return call
+
+
+@pytest.mark.parametrize("errors", [[OUT_OF_MEMORY, CLOSED, CLOSED], [CLOSED, CLOSED, OUT_OF_MEMORY]])
+def test_a_rank_s_own_error_is_raised_instead_of_its_peers_connection_errors(errors: list[Exception]) -> None:
+    policy = object.__new__(trainer_rank.DistributedPolicy)
+    for _ in range(20):  # the order of a set of futures differs
+        own_call, *peer_calls = map(failed_call, errors)
+        with pytest.raises(RuntimeError, match="CUDA out of memory") as raised:
+            policy._result(own_call, peer_calls)
+        assert raised.value is OUT_OF_MEMORY
+
+
+def test_an_error_while_saving_is_not_its_own_cause() -> None:
+    def fail() -> None:
+        raise OUT_OF_MEMORY
+
+    policy = object.__new__(trainer_rank.DistributedPolicy)
+    policy._policy, policy._peers = SimpleNamespace(end_save=fail), {}
+    with pytest.raises(RuntimeError, match="CUDA out of memory") as raised:
+        policy.end_save()
+    assert raised.value.__cause__ is None
 
 
 @pytest.mark.parametrize(
