@@ -224,7 +224,9 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"train {last_step['train_s']:.1f} s, wait {last_step['wait_s']:.1f} s per step"
         )
     if status:
-        environment_text = f"{status['num_acting']} in environment, " if status.get("num_acting") else ""
+        environment_text = (
+            f"{status['num_in_environment']} in environment, " if status.get("num_in_environment") else ""
+        )
         lines.append(
             f"{status['num_queued']} queued, {status['num_running']} sampling, {environment_text}"
             f"{status['num_scoring']} scoring; "
@@ -240,7 +242,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            f"{host['host']:<14} {host['num_acting']} in environment, {host.get('slots', host.get('places'))} slots"
+            f"{host['host']:<14} {host['num_in_environment']} in environment, {host['slots']} slots"
             for host in status.get("environments", ())
         ]
         lines += status.get("sources", ())

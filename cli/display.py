@@ -121,7 +121,7 @@ class Display(RunListener):
             )
         head.add_row(
             f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, "
-            + (f"{snapshot.num_acting} in environment, " if snapshot.num_acting else "")
+            + (f"{snapshot.num_in_environment} in environment, " if snapshot.num_in_environment else "")
             + f"{snapshot.num_scoring} scoring",
             f"{snapshot.num_started} started, {snapshot.num_live} in flight",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
@@ -147,7 +147,7 @@ class Display(RunListener):
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
         for host in report.environments:
-            instances.add_row(escape(host.host), "", f"{host.num_acting} in environment", f"{host.slots} slots")
+            instances.add_row(escape(host.host), "", f"{host.num_in_environment} in environment", f"{host.slots} slots")
         return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:

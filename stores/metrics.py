@@ -155,8 +155,8 @@ METRICS = (
            prometheus_name="trajectories_queued"),
     Metric(name="num_running", unit="trajectories", kind=Kind.GAUGE, doc="trajectories being sampled",
            prometheus_name="trajectories_running"),
-    Metric(name="num_acting", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their environment",
-           prometheus_name="trajectories_acting"),
+    Metric(name="num_in_environment", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their "
+           "environment", prometheus_name="trajectories_in_environment"),
     Metric(name="num_scoring", unit="trajectories", kind=Kind.GAUGE, doc="trajectories waiting for their reward",
            prometheus_name="trajectories_scoring"),
     Metric(name="instance_tokens_per_s", unit="tokens/s", kind=Kind.GAUGE, doc="tokens sampled by one instance, since "

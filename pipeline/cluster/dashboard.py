@@ -278,7 +278,7 @@ class DashboardView:
             "y": names,
             "right": [
                 *(lane["num_running"] / max(1, lane["max_running"]) for lane in instances),
-                *(min(1.0, host["num_acting"] / host["slots"]) for host in hosts),
+                *(min(1.0, host["num_in_environment"] / host["slots"]) for host in hosts),
             ],
             "kv": [
                 *(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in instances),
@@ -292,7 +292,7 @@ class DashboardView:
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(instances, lags, strict=True)
             ]
-            + [f"{host['num_acting']} in environment, {host['slots']} slots" for host in hosts],
+            + [f"{host['num_in_environment']} in environment, {host['slots']} slots" for host in hosts],
         }
 
 
@@ -310,8 +310,8 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(f"{step['tokens_per_s']:.0f} {STEP_METRICS['tokens_per_s'].unit}")
     if job.status.get("doing") and job.state == "running":
         parts.append(escape(job.status["doing"]))
-    if job.status.get("num_acting") and job.state == "running":
-        parts.append(f"{job.status['num_acting']} wait for their environment")
+    if job.status.get("num_in_environment") and job.state == "running":
+        parts.append(f"{job.status['num_in_environment']} wait for their environment")
     if job.status.get("limit") and job.state == "running":
         parts.append(escape(job.status["limit"]))
     if job.why:

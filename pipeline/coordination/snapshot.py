@@ -35,7 +35,7 @@ class Snapshot:
     training: bool
     num_queued: int
     num_running: int
-    num_acting: int
+    num_in_environment: int
     num_scoring: int
     num_started: int
     num_live: int
@@ -66,7 +66,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
         training=state.is_training,
         num_queued=phases[Phase.QUEUED],
         num_running=phases[Phase.RUNNING],
-        num_acting=phases[Phase.IN_ENVIRONMENT],
+        num_in_environment=phases[Phase.IN_ENVIRONMENT],
         num_scoring=phases[Phase.SCORING],
         num_started=ledger.num_started,
         num_live=ledger.num_live,

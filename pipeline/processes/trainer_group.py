@@ -18,7 +18,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.actors.trainer_rank import FollowerRank
 from staleflow.tasks.training.rank import rank_name
 
 TRAINER = rank_name(0)
@@ -63,6 +63,6 @@ async def place_trainer(
         config.training.ranks,
     )
     if names:
-        await gather_or_cancel(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
+        await gather_or_cancel(*(workers.place(name, "trainer", FollowerRank, settings, threads) for name in names))
         await ask_once(TRAINER, "form_group", leader.host, *map(ActorArg, names), deadline="start_s")
     return leader

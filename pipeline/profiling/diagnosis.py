@@ -5,8 +5,8 @@ Otherwise the activity during its waiting time is the bottleneck: rewards, envir
 instance, loading of weights, KV memory, or too little sampling. Sampling increases with another instance or with a
 larger staleness bound. The cost model says which increases it more:
 
-    rate(n) = n / step_s(n)                                tokens/s of an instance that runs n trajectories
-    one more instance   (I + 1) / I if all are full, else step_s(n) / step_s(n I / (I + 1)): the same work, spread wider
+    rate(n) = n / token_s(n)                               tokens/s of an instance that runs n trajectories
+    one more instance   (I + 1) / I if all are full, else token_s(n) / token_s(n I / (I + 1)): the work is spread wider
     one more version    rate(n (eta + 2) / (eta + 1)) / rate(n) as far as instances have room, else 1
 """
 
@@ -30,8 +30,8 @@ SMALL_SHARE = 0.1
 """Share of the time that the trainer may wait before a change is advised: about the cost of single long responses."""
 MAIN_SHARE = 0.5
 """Minimum share of the waiting time that makes an activity the bottleneck."""
-MIN_STEPS = 5
-"""Minimum number of latest steps in the diagnosis of a running job."""
+MIN_WINDOW_STEPS = 5
+"""Number of latest steps in the diagnosis of a running job, if eta + 1 are fewer."""
 SAFETY_FACTOR = 1.5
 """Factor on the sampling that `num_instances_needed` requires, because it assumes full instances and the bound leaves
 gaps."""
@@ -53,7 +53,7 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSizes:
+class JobCosts:
     """A job, and what determines the speed of its instances.
 
     Args:
@@ -84,14 +84,14 @@ def max_versions_behind(config: RunConfig) -> int:
     return config.staleness.admission.max_versions_behind(ledger_eta(config))
 
 
-def compute_sizes(
+def make_job_costs(
     config: RunConfig, fit: CostModelFit | None = None, draft_stats: DraftStats | None = None
-) -> JobSizes:
-    """Build the `JobSizes` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
+) -> JobCosts:
+    """Build the `JobCosts` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
     statistics of that run."""
     draft_stats = draft_stats or DraftStats()
     acceptance = draft_stats.acceptance
-    return JobSizes(
+    return JobCosts(
         config=config,
         cost_model=config.rollout.cost if fit is None else draft_stats.cost_model(fit.model),
         acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
@@ -129,23 +129,24 @@ class Diagnosis:
         return f"bottleneck: {self.cause.value} (trainer {activity} {self.share:.0%})"
 
 
-def diagnose(times: StepTimes, sizes: JobSizes) -> Diagnosis | None:
+def diagnose(times: StepTimes, costs: JobCosts) -> Diagnosis | None:
     """Find the bottleneck from the sum of several steps; None without steps."""
     if not times.num_steps or not times.total_s:
         return None
     share = times.waiting.total_s / times.total_s
     if share < SMALL_SHARE:
-        return _diagnose_trainer(1 - share, num_instances_needed(times, sizes), sizes.config.rollout.instances)
-    return _diagnose_waiting(times, sizes, share)
+        return _diagnose_trainer(1 - share, num_instances_needed(times, costs), costs.config.rollout.instances)
+    return _diagnose_waiting(times, costs, share)
 
 
 def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
-    """Sum of the latest steps: at least eta + 1, without the first step, in which the pipeline fills."""
-    return sum_steps(step_times[max(1, len(step_times) - max(eta + 1, MIN_STEPS)) :] or step_times)
+    """Sum of the latest eta + 1 steps, at least MIN_WINDOW_STEPS, as far as there are so many without the first step,
+    in which the pipeline fills."""
+    return sum_steps(step_times[max(1, len(step_times) - max(eta + 1, MIN_WINDOW_STEPS)) :] or step_times)
 
 
-def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagnosis:
-    diagnosis, rollout = partial(Diagnosis, share=share), sizes.config.rollout
+def _diagnose_waiting(times: StepTimes, costs: JobCosts, share: float) -> Diagnosis:
+    diagnosis, rollout = partial(Diagnosis, share=share), costs.config.rollout
     waiting_times, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting_times.share(waiting_times.scoring_s) >= MAIN_SHARE:
         return diagnosis(
@@ -154,7 +155,7 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             advice="make the reward function faster, or raise reward.workers",
         )
     if waiting_times.share(waiting_times.environment_s) >= MAIN_SHARE:
-        return _diagnose_environment(waiting_times, sizes, share)
+        return _diagnose_environment(waiting_times, costs, share)
     slow_names, factor = find_slow_instances(times.speeds)
     if slow_names:
         names = f"{slow_names[0]} takes" if len(slow_names) == 1 else f"{', '.join(slow_names)} take"
@@ -179,8 +180,8 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
             advice=f"raise rollout.engine.kv_tokens above {rollout.engine.kv_tokens}",
             change=(("rollout.engine.kv_tokens", 2 * rollout.engine.kv_tokens),),
         )
-    instance_gain, version_gain = compute_sampling_gains(waiting_times, sizes)
-    admission = sizes.config.staleness.admission
+    instance_gain, version_gain = compute_sampling_gains(waiting_times, costs)
+    admission = costs.config.staleness.admission
     if instance_gain >= version_gain or not admission.keeps_bound:
         return diagnosis(
             cause=Cause.FEW_INSTANCES,
@@ -195,28 +196,28 @@ def _diagnose_waiting(times: StepTimes, sizes: JobSizes, share: float) -> Diagno
     return diagnosis(
         cause=Cause.BOUND,
         finding=finding,
-        advice=f"fewer instances, or one more version of staleness (staleness.eta = {sizes.eta + 1})",
-        change=(("staleness.eta", sizes.eta + 1),),
+        advice=f"fewer instances, or one more version of staleness (staleness.eta = {costs.eta + 1})",
+        change=(("staleness.eta", costs.eta + 1),),
     )
 
 
-def _diagnose_environment(waiting_times: PeriodTimes, sizes: JobSizes, share: float) -> Diagnosis:
+def _diagnose_environment(waiting_times: PeriodTimes, costs: JobCosts, share: float) -> Diagnosis:
     """Diagnose a run whose trainer waits for environments: for their steps, or for free slots on their hosts."""
-    environment = sizes.config.environment
+    environment = costs.config.environment
     num_slots = environment.hosts * environment.concurrency
     waits = (
         f"the trainer waits {share:.0%} of the time, {waiting_times.share(waiting_times.environment_s):.0%} of that for"
     )
     if waiting_times.num_in_environment > (1 + SMALL_SHARE) * num_slots:
-        needed_slots = math.ceil(waiting_times.num_in_environment / environment.hosts)
+        slots_per_host = math.ceil(waiting_times.num_in_environment / environment.hosts)
         return Diagnosis(
             cause=Cause.ENVIRONMENT_SLOTS,
             share=share,
             finding=f"{waits} slots on environment hosts ({waiting_times.num_in_environment:.0f} needed, "
             f"of {num_slots})",
-            advice=f"raise environment.concurrency to {needed_slots} while the hosts' machines have room, or "
+            advice=f"raise environment.concurrency to {slots_per_host} while the hosts' machines have room, or "
             f"environment.hosts above {environment.hosts}",
-            change=(("environment.concurrency", needed_slots),),
+            change=(("environment.concurrency", slots_per_host),),
         )
     return Diagnosis(
         cause=Cause.ENVIRONMENT,
@@ -228,7 +229,7 @@ def _diagnose_environment(waiting_times: PeriodTimes, sizes: JobSizes, share: fl
 
 def _diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diagnosis:
     """The diagnosis that the trainer is the bottleneck. share: share of the time in which it trains. num_needed: number
-    of instances that keep up with it."""
+    of instances that keep up with it. A single instance is never advised: the trainer may wait for it."""
     trains = f"training takes {share:.0%} of the time"
     if 1 < num_needed < num_instances:
         return Diagnosis(
@@ -238,45 +239,45 @@ def _diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diag
             advice=f"rollout.instances = {num_needed}, or a faster trainer",
             change=(("rollout.instances", num_needed),),
         )
-    suffices = f", and one of {num_instances} instances would keep up" if num_needed < num_instances else ""
     return Diagnosis(
         cause=Cause.TRAINER,
         share=share,
-        finding=f"{trains}{suffices}",
-        advice="a faster trainer, or a smaller batch" if num_instances == 1 or suffices else "all parts are used well",
+        finding=trains,
+        advice="a faster trainer, or a smaller batch" if num_needed == 1 else "all parts are used well",
     )
 
 
-def compute_sampling_gains(waiting_times: PeriodTimes, sizes: JobSizes) -> tuple[float, float]:
+def compute_sampling_gains(waiting_times: PeriodTimes, costs: JobCosts) -> tuple[float, float]:
     """Factors on the sampling rate: of one more instance, and of one more version of staleness."""
-    num_instances, running = sizes.config.rollout.instances, max(waiting_times.running, 1e-9)
+    num_instances, running = costs.config.rollout.instances, max(waiting_times.running, 1e-9)
     kv_tokens_each = waiting_times.kv_tokens / running
 
-    def step_s(n: float) -> float:
-        return sizes.token_s(n, n * kv_tokens_each)
+    def token_s(n: float) -> float:
+        return costs.token_s(n, n * kv_tokens_each)
 
     free_share = 1 - waiting_times.share(waiting_times.at_max_running_s + waiting_times.out_of_memory_s)
-    instance_gain = step_s(running) / step_s(running * num_instances / (num_instances + 1))
-    growth = (sizes.eta + 2) / (sizes.eta + 1)
-    version_gain = growth * step_s(running) / step_s(running * growth)
+    instance_gain = token_s(running) / token_s(running * num_instances / (num_instances + 1))
+    growth = (costs.eta + 2) / (costs.eta + 1)
+    version_gain = growth * token_s(running) / token_s(running * growth)
     return 1 + free_share * (instance_gain - 1) + (1 - free_share) / num_instances, 1 + free_share * (version_gain - 1)
 
 
-def num_instances_needed(times: StepTimes, sizes: JobSizes) -> int:
-    """Minimum number of instances that sample as much as was trained on, if each is as full as its limits and the bound
-    allow."""
-    config, engine = sizes.config, sizes.config.rollout.engine
+def num_instances_needed(times: StepTimes, costs: JobCosts) -> int:
+    """Minimum number of instances that sample as much as the run did in the same time, weight loads excluded, if each
+    is as full as its limits and the bound allow. Trajectories in environments count as running on an instance."""
+    config, engine = costs.config, costs.config.rollout.engine
     trajectory_seconds = times.waiting.trajectory_seconds + times.training.trajectory_seconds
     kv_token_seconds = times.waiting.kv_token_seconds + times.training.kv_token_seconds
     kv_tokens_each = kv_token_seconds / trajectory_seconds if trajectory_seconds else 0.0
     max_running = min(engine.max_running, engine.kv_tokens / kv_tokens_each if kv_tokens_each else math.inf)
     measured_s = sum(s.measured_s for s in times.speeds.values())
     expected_s = sum(s.expected_s for s in times.speeds.values())
-    slowdown = measured_s / expected_s if expected_s and not sizes.is_fitted else 1.0
-    in_flight = (sizes.eta + 1) * config.groups_started_per_step * config.members_started_per_group
+    slowdown = measured_s / expected_s if expected_s and not costs.is_fitted else 1.0
+    sampling_s = times.total_s - times.waiting.pull_s - times.training.pull_s
+    in_flight = (costs.eta + 1) * config.groups_started_per_step * config.members_started_per_group
     for count in range(1, config.rollout.instances):
         n = max(1.0, min(max_running, in_flight / count))
-        step_s = sizes.token_s(n, n * kv_tokens_each) * slowdown
-        if count * n / step_s * times.total_s >= SAFETY_FACTOR * times.tokens:
+        token_s = costs.token_s(n, n * kv_tokens_each) * slowdown
+        if count * n / token_s * sampling_s >= SAFETY_FACTOR * times.tokens:
             return count
     return config.rollout.instances

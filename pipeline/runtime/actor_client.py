@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 3600.0
 """Number of replacements that one instance or role may have within this many seconds. One more loss ends the run. Older
 losses do not count, since long runs lose actors now and then."""
-MAX_FALSE_LOSSES = 3
+MAX_FALSE_SERVER_LOSSES = 3
 """Number of times that an actor may report the trajectory server lost in the attempts of one call, although the driver
 can reach it, before the actor itself counts as lost. EnvironmentHosts counts the reports of a host's steps, which come
 as outcomes."""
@@ -106,7 +106,8 @@ class ActorClient:
         restores: bool = False,
     ) -> Any:
         """Call a method of an actor. If the lost actor can be restored, waits and retries. Also retries up to
-        MAX_FALSE_LOSSES times if the actor reports the server lost although it answers. Otherwise raises ActorLost.
+        MAX_FALSE_SERVER_LOSSES times if the actor reports the server lost although it answers. Otherwise raises
+        ActorLost.
 
         Args:
             deadline: Key of the deadline that limits the call, by default call_s. Errors name it.
@@ -114,7 +115,7 @@ class ActorClient:
                 name no key.
             restores: Whether the call is a part of restoring the actor, whose loss is raised then.
         """
-        num_false_losses = 0
+        num_false_server_losses = 0
         while True:
             if not restores:
                 await self.recovery.wait_until_settled(name)
@@ -125,8 +126,8 @@ class ActorClient:
                 loss_error = error
             if loss_error.actor == "server" and name != "server" and await self.server_answers():
                 logger.warning("%s: %s; it answers now", name, loss_error)
-                if num_false_losses < MAX_FALSE_LOSSES:
-                    num_false_losses += 1
+                if num_false_server_losses < MAX_FALSE_SERVER_LOSSES:
+                    num_false_server_losses += 1
                     continue
                 loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
             if restores and trainer_group.role_of(loss_error.actor) == name:

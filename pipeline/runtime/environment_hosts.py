@@ -18,7 +18,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import CloseEnvironment, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event, TrajectoryScored
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
-from staleflow.pipeline.runtime.actor_client import MAX_FALSE_LOSSES, SERVER
+from staleflow.pipeline.runtime.actor_client import MAX_FALSE_SERVER_LOSSES, SERVER
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
@@ -43,20 +43,20 @@ class _Host:
     outbox: asyncio.Queue[StepEnvironment | CloseEnvironment] = field(default_factory=asyncio.Queue)
     pending_steps: dict[TrajectoryId, StepEnvironment] = field(default_factory=dict)
     placement_number: int = 0
-    num_false_losses: int = 0
+    num_false_server_losses: int = 0
     """Consecutive attempts in which it reported the trajectory server lost although the driver reaches it."""
-    last_false_loss_s: float = -math.inf
+    last_false_server_loss_s: float = -math.inf
     """Time of the last such report, on the loop's clock."""
     replace_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """The current state of an environment host, for display. num_acting: number of trajectories that wait for it.
-    slots: number of steps that it runs at once."""
+    """The current state of an environment host, for display. num_in_environment: number of trajectories that wait for
+    it. slots: number of steps that it runs at once."""
 
     host: str
-    num_acting: int
+    num_in_environment: int
     slots: int
 
 
@@ -91,10 +91,12 @@ class EnvironmentHosts:
     def views(self) -> list[HostView]:
         """The current state of each host, for display."""
         slots = self._config.environment.concurrency
-        return [HostView(host=host.name, num_acting=len(host.pending_steps), slots=slots) for host in self._hosts]
+        return [
+            HostView(host=host.name, num_in_environment=len(host.pending_steps), slots=slots) for host in self._hosts
+        ]
 
     def coroutines(self) -> list[Coroutine[Any, Any, None]]:
-        """Coroutines to run concurrently until cancelled, two per host."""
+        """Coroutines to run concurrently until cancelled: for each host one that sends and one that receives."""
         return [coroutine for host in self._hosts for coroutine in (self._send(host), self._receive_outcomes(host))]
 
     async def _send(self, host: _Host) -> None:
@@ -142,9 +144,9 @@ class EnvironmentHosts:
                 await self._replace(host, placement_number, error)
                 continue
             if placement_number == host.placement_number and any(outcome.server_lost for outcome in outcomes):
-                await self._count_false_loss(host, placement_number)
+                await self._count_false_server_loss(host, placement_number)
             elif outcomes:
-                host.num_false_losses = 0
+                host.num_false_server_losses = 0
             for outcome in outcomes:
                 step = host.pending_steps.get(outcome.trajectory)
                 if step is None or step.route_number != outcome.route_number:
@@ -156,15 +158,15 @@ class EnvironmentHosts:
                 self._emit(self._make_event(outcome))
                 self._check_failures(outcome)
 
-    async def _count_false_loss(self, host: _Host, placement_number: int) -> None:
-        """Count a false report that the trajectory server is lost; replace the host after MAX_FALSE_LOSSES of them.
-        Reports of several steps within RETRY_S count once."""
+    async def _count_false_server_loss(self, host: _Host, placement_number: int) -> None:
+        """Count a false report that the trajectory server is lost; replace the host after more than
+        MAX_FALSE_SERVER_LOSSES. Reports of several steps within RETRY_S count once."""
         now = asyncio.get_running_loop().time()
-        if now < host.last_false_loss_s + RETRY_S or not await self._actors.server_answers():
+        if now < host.last_false_server_loss_s + RETRY_S or not await self._actors.server_answers():
             return
-        host.last_false_loss_s = now
-        host.num_false_losses += 1
-        if host.num_false_losses > MAX_FALSE_LOSSES:
+        host.last_false_server_loss_s = now
+        host.num_false_server_losses += 1
+        if host.num_false_server_losses > MAX_FALSE_SERVER_LOSSES:
             error = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
             await self._replace(host, placement_number, error)
 
@@ -180,7 +182,8 @@ class EnvironmentHosts:
 
     async def move(self, name: str) -> None:
         """Move a host to a Dask worker that other actors of the run use; does nothing if it is moving already. Pending
-        steps are sent again: repeatable environments are replayed up to the turn, and other episodes restart."""
+        steps are sent again: repeatable environments are replayed up to the turn, and other episodes restart. A host
+        that is lost, or finds no free worker, is replaced."""
         host = next(host for host in self._hosts if host.name == name)
         if host.replace_lock.locked():
             return
@@ -199,7 +202,7 @@ class EnvironmentHosts:
     def _resend_pending(self, host: _Host) -> None:
         """Queue all pending steps for a host that was replaced or moved."""
         host.placement_number += 1
-        host.num_false_losses = 0
+        host.num_false_server_losses = 0
         for step in host.pending_steps.values():
             host.outbox.put_nowait(step)
 

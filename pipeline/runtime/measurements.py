@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import TOKEN_COUNTS, InstanceHandle
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, sum_recent_steps
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_costs, sum_recent_steps
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_times import sum_steady_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
@@ -31,9 +31,9 @@ class Measurements:
         self._earlier_s = earlier_s
         self._config = config
         self._scale = config.rollout.engine.time_scale
-        self._sizes = compute_sizes(config)
+        self._costs = make_job_costs(config)
         self._tracker = TimeTracker(
-            self._sizes.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
+            self._costs.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
             draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self._training_started_s = self._idle_started_s = 0.0
@@ -145,13 +145,13 @@ class Measurements:
     @property
     def bottleneck(self) -> Diagnosis | None:
         """The bottleneck of the latest steps; None before the first has ended."""
-        return diagnose(sum_recent_steps(self._tracker.finished_steps, self._sizes.eta), self._sizes)
+        return diagnose(sum_recent_steps(self._tracker.finished_steps, self._costs.eta), self._costs)
 
     def diagnosis_and_fit(self) -> tuple[Diagnosis | None, CostModelFit | None]:
         """The bottleneck of the steady part of the run; and its cost model, None if too little was sampled."""
         fit = self._tracker.fit()
-        sizes = compute_sizes(self._config, fit, self._tracker.draft_stats)
-        return diagnose(sum_steady_steps(self._tracker.finished_steps, self._sizes.eta), sizes), fit
+        costs = make_job_costs(self._config, fit, self._tracker.draft_stats)
+        return diagnose(sum_steady_steps(self._tracker.finished_steps, self._costs.eta), costs), fit
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """Engine counts since the end of the last step, summed over instances."""

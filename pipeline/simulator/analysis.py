@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, compute_sizes, diagnose, max_versions_behind
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_costs, max_versions_behind
 from staleflow.pipeline.profiling.step_times import StepTimes, find_steady_steps, sum_steady_steps
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.tasks.emulation.batch_simulator import WorkTotals
@@ -129,7 +129,7 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         refusals=trace.refusals,
         instance_losses=trace.instance_losses,
         finished_s=trace.finished_s,
-        diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), compute_sizes(config)),
+        diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), make_job_costs(config)),
     )
 
 

@@ -39,7 +39,7 @@ from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights import weight_file, weight_folder
 from staleflow.stores.weights.resume_points import LOAD_ERRORS, ResumePoints
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.tasks.actors.trainer_rank import DistributedPolicy, TrainerRank
+from staleflow.tasks.actors.trainer_rank import DistributedPolicy, FollowerRank
 
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy, TrainerSettings
@@ -412,7 +412,7 @@ def lead_group(settings: TrainerSettings, threads: int) -> Iterator[DistributedP
     worker, client = get_worker(), get_client()
     addresses = _follower_addresses(Pool(client), worker.address, settings.training.ranks)
     futures = [
-        client.submit(TrainerRank, settings, threads, actor=True, workers=[address], pure=False)
+        client.submit(FollowerRank, settings, threads, actor=True, workers=[address], pure=False)
         for address in addresses
     ]
     with contextlib.ExitStack() as stack:

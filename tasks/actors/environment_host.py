@@ -70,7 +70,8 @@ class EnvStepOutcome:
     restart_reason: str = ""
     """Why the episode restarts from its prompt; empty if it does not."""
     lost: bool = False
-    """Whether it restarts because it was lost with its host, and not because its environment failed."""
+    """Whether it restarts because it was lost with its host, and not because its environment failed. False if that is
+    not known any more, since this outcome itself was lost with a host or the server."""
     server_lost: bool = False
     """Whether the step must be requested again when the trajectory server is back."""
     seconds: float | None = None

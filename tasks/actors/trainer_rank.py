@@ -1,8 +1,8 @@
 """The trainer's other ranks, and how rank 0 calls the policy on all of them.
 
 Invariants:
-- Every method of the policy but `save` and `end_save` is called on all ranks, one after another: each call ends on all
-  of them before the next begins. So collective operations are in the same order on all ranks.
+- Every method of the policy but `save`, `end_save` and `close` is called on all ranks, one after another: each call
+  ends on all of them before the next begins. So collective operations are in the same order on all ranks.
 - An error of one rank is raised by rank 0, which does not wait for the others: they may wait for the failed rank
   forever. The group cannot be used afterwards.
 - A lost rank is reported as lost. The other ranks' connections to it break at the same moment; broken connections are
@@ -38,13 +38,13 @@ takes as long again if nothing answers."""
 CALL_TIMEOUT_S = 7 * 86400.0
 """Timeout of a call to a rank, in seconds. The driver's deadlines for rank 0 end what takes too long; this only ends
 calls that nobody waits for any more."""
-CONNECTION_ERRORS = (
+CONNECTION_ERROR_MARKS = (
     "gloo/transport", "connectFullMesh", "TCPStore", "DistNetworkError", "DistStoreError", "ncclRemoteError",
     "ncclSystemError", "NCCL communicator was aborted", "collective operation timeout",
 )  # fmt: skip
 """Each error of torch by which ranks notice a lost connection has one of these in its message."""
-LOCAL_ERRORS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transport/tcp/device")
-"""Errors that also contain one of these would recur on other workers."""
+RECURRING_ERROR_MARKS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transport/tcp/device")
+"""Messages with one of these are of errors that would recur on other workers, also if they contain one of the above."""
 
 
 def ignore_weights(weights: Weights) -> None:
@@ -52,7 +52,7 @@ def ignore_weights(weights: Weights) -> None:
 
 
 @remote_methods
-class TrainerRank:
+class FollowerRank:
     """The Dask actor of a trainer rank other than 0. It makes the same calls of the policy as rank 0."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
@@ -202,4 +202,6 @@ def _cause(error: BaseException, calls: Sequence[Future[Any]]) -> BaseException:
 def is_lost_rank_error(error: BaseException) -> bool:
     """Whether an error means that another rank does not respond, rather than that this one failed."""
     text = f"{type(error).__name__}: {error}"
-    return any(mark in text for mark in CONNECTION_ERRORS) and not any(mark in text for mark in LOCAL_ERRORS)
+    return any(mark in text for mark in CONNECTION_ERROR_MARKS) and not any(
+        mark in text for mark in RECURRING_ERROR_MARKS
+    )

@@ -6,7 +6,8 @@ prompt attend to the prompt and to their own row.
 
 Invariants:
 - Every token of every row is in the sequence, at its position in its row; tokens of a shared prompt once for all rows.
-- Whether rows share their prompt depends only on their number and lengths, so equal rows are always computed equally.
+- Whether rows share their prompt depends only on their number and lengths, so equal micro-batches are always computed
+  equally.
 """
 
 from __future__ import annotations
@@ -56,17 +57,20 @@ class PromptBlock:
         return np.concatenate(parts)
 
 
-def should_share(rows: Any, prompt: Any, rest: Any) -> Any:
-    """Whether rows should share their prompt. Works on numbers and arrays. rows: their number. prompt: its tokens.
-    rest: tokens of all rows after the prompt."""
-    return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // RESPONSE_TOKENS_PER_SAVED
+def should_share(num_rows: Any, prompt_length: Any, num_rest_tokens: Any) -> Any:
+    """Whether rows of one prompt should share it. Works on numbers and arrays. num_rest_tokens: number of tokens of all
+    rows after the prompt."""
+    min_saved_tokens = MIN_SAVED_TOKENS + num_rest_tokens // RESPONSE_TOKENS_PER_SAVED
+    return (num_rows - 1) * prompt_length >= min_saved_tokens
 
 
-def cost_tokens(rows: Any, prompt: Any, rest: Any) -> Any:
+def cost_tokens(num_rows: Any, prompt_length: Any, num_rest_tokens: Any) -> Any:
     """Cost of rows of one prompt, which a token budget limits: a number of tokens that take as much memory; never less
-    than the tokens in the sequence."""
-    shared_tokens = prompt + rest + (rows - 1) * prompt // PREFIX_TOKENS_PER_COST_TOKEN
-    return np.where(should_share(rows, prompt, rest), shared_tokens, rows * prompt + rest)
+    than the tokens in the sequence. Arguments as in `should_share`."""
+    repeated_tokens = (num_rows - 1) * prompt_length
+    is_shared = should_share(num_rows, prompt_length, num_rest_tokens)
+    repeated_cost = np.where(is_shared, repeated_tokens // PREFIX_TOKENS_PER_COST_TOKEN, repeated_tokens)
+    return prompt_length + num_rest_tokens + repeated_cost
 
 
 def equal_indices(keys: Iterable[Key]) -> list[list[int]]:
@@ -87,13 +91,14 @@ class PackedLayout:
 
     blocks: tuple[PromptBlock, ...]
     row: Ints  # [T] row of each token of the sequence
-    position: Ints  # [T] its place there
+    position: Ints  # [T] position of each token in its row
     prompt_lengths: Ints  # [N] prompt tokens of each row
     starts: Ints  # [N, 2] indices in the sequence of each row's prompt and of the token after it
 
     @classmethod
-    def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> PackedLayout:
-        """Build the layout. ids: [N, L] token ids. lengths, prompts: [N] tokens of each row and of its prompt."""
+    def of(cls, ids: Ints, lengths: Ints, prompt_lengths: Ints) -> PackedLayout:
+        """Build the layout. ids: [N, L] token ids. lengths, prompt_lengths: [N] number of tokens of each row and of
+        its prompt."""
         starts = np.zeros((len(ids), 2), np.int64)
         rows, columns = list[Ints](), list[Ints]()
         blocks, end = list[PromptBlock](), 0
@@ -106,29 +111,29 @@ class PackedLayout:
             end += stop - start
             return end - (stop - start)
 
-        for members in equal_indices(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
-            prompt = int(prompts[members[0]])
-            if should_share(len(members), prompt, int((lengths - prompts)[members].sum())):
-                starts[members, 0] = append_tokens(members[0], 0, prompt)
+        for members in equal_indices(ids[i, : prompt_lengths[i]].tobytes() for i in range(len(ids))):
+            prompt_length = int(prompt_lengths[members[0]])
+            if should_share(len(members), prompt_length, int((lengths - prompt_lengths)[members].sum())):
+                starts[members, 0] = append_tokens(members[0], 0, prompt_length)
                 for i in members:
-                    starts[i, 1] = append_tokens(i, prompt, int(lengths[i]))
-                rests = (int(lengths[i]) - prompt for i in members)
-                blocks.append(PromptBlock(prompt, tuple(rest for rest in rests if rest)))
+                    starts[i, 1] = append_tokens(i, prompt_length, int(lengths[i]))
+                rests = (int(lengths[i]) - prompt_length for i in members)
+                blocks.append(PromptBlock(prompt_length, tuple(rest for rest in rests if rest)))
             else:
                 for i in members:
-                    starts[i] = append_tokens(i, 0, int(lengths[i])) + np.asarray([0, prompt])
+                    starts[i] = append_tokens(i, 0, int(lengths[i])) + np.asarray([0, prompt_length])
                 blocks.append(PromptBlock(0, tuple(int(lengths[i]) for i in members)))
         return cls(
             blocks=tuple(blocks),
             row=np.concatenate(rows),
             position=np.concatenate(columns),
-            prompt_lengths=prompts,
+            prompt_lengths=prompt_lengths,
             starts=starts,
         )
 
     def packed_indices(self, rows: Ints, columns: Ints) -> Ints:
         """[n] indices in the sequence of tokens that are identified by row and position."""
-        prompts = self.prompt_lengths[rows]
-        after = self.starts[rows, 1] + columns - prompts
-        indices: Ints = np.where(columns < prompts, self.starts[rows, 0] + columns, after)
+        prompt_lengths = self.prompt_lengths[rows]
+        after = self.starts[rows, 1] + columns - prompt_lengths
+        indices: Ints = np.where(columns < prompt_lengths, self.starts[rows, 0] + columns, after)
         return indices

@@ -41,7 +41,7 @@ STATUS: dict[str, Any] = {
         {"instance": "rollout-0", "version": 2, "pulling": True, "num_running": 6, "max_running": 8, "kv_tokens": 100,
          "kv_capacity": 400},
     ],
-    "num_acting": 80, "environments": [{"host": "environment-0", "num_acting": 80, "slots": 64}],
+    "num_in_environment": 80, "environments": [{"host": "environment-0", "num_in_environment": 80, "slots": 64}],
     "decisions": [[12.5, 17, "routed to rollout-0 at version 3", "Tick#9"]], "tokens_sampled": {"rollout-0": 900},
 }  # fmt: skip
 STEP = {
@@ -132,7 +132,7 @@ def test_routes_and_metrics_show_reported_jobs() -> None:
         assert 'staleflow_step{job="one"} 1.0' in metrics
         assert 'staleflow_staleness_in_flight{job="one"} 0.5' in metrics
         assert 'staleflow_trajectories_queued{job="one"} 4.0' in metrics
-        assert 'staleflow_trajectories_acting{job="one"} 80.0' in metrics
+        assert 'staleflow_trajectories_in_environment{job="one"} 80.0' in metrics
         assert 'staleflow_trajectories_started_total{job="one"} 96.0' in metrics
         assert "# TYPE staleflow_trajectories_started_total counter" in metrics
         assert "# HELP staleflow_staleness_max largest step - v_traj of the batch; at most eta, versions" in metrics

@@ -298,7 +298,7 @@ def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
     state.occupy(GroupId(0))
     state.ledger.version = PolicyVersion(3)
     view = take_snapshot(state, {"KV memory": 2})
-    phases = (view.num_queued, view.num_running, view.num_acting, view.num_scoring)
+    phases = (view.num_queued, view.num_running, view.num_in_environment, view.num_scoring)
     assert phases == (3, 1, 0, 1)
     assert (view.version, view.next_step, view.training, view.num_started, view.num_live) == (3, 0, False, 9, 9)
     assert (view.staleness_in_flight, view.staleness_in_queue) == (2.5, 3.0)

@@ -10,8 +10,8 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import make_diagnosis_entry
-from staleflow.pipeline.profiling.diagnosis import Cause, compute_sizes, diagnose
-from staleflow.pipeline.profiling.step_times import StepTimes
+from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, make_job_costs, num_instances_needed
+from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes
 from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.bodies import Body
@@ -87,7 +87,17 @@ def _value(config: RunConfig, key: str) -> float:
 
 
 def test_diagnose_returns_none_without_steps() -> None:
-    assert diagnose(StepTimes(), compute_sizes(simulated_config())) is None
+    assert diagnose(StepTimes(), make_job_costs(simulated_config())) is None
+
+
+def test_instances_do_not_sample_while_they_load_weights() -> None:
+    costs = make_job_costs(simulated_config("rollout.instances=64"))
+
+    def num_needed(total_s: float, pull_s: float) -> int:
+        training = PeriodTimes(total_s=total_s, pull_s=pull_s)
+        return num_instances_needed(StepTimes(num_steps=1, training=training, tokens=400_000), costs)
+
+    assert 1 < num_needed(100.0, 0.0) < num_needed(100.0, 50.0) == num_needed(50.0, 0.0) < 64
 
 
 def test_a_synchronous_run_is_advised_to_use_staleflow_admission() -> None:

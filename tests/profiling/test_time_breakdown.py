@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.profiling.diagnosis import compute_sizes
+from staleflow.pipeline.profiling.diagnosis import make_job_costs
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run, write_profile
 from staleflow.pipeline.profiling.step_samples import DraftStats
@@ -129,7 +129,7 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> No
     assert [getattr(job.simulation, name) for name in latencies] == [profile.latencies[name] for name in latencies]
     assert job.simulation.cost_error == profile.fit.error_median > 0
     assert job.workload.acceptance_rate == profile.draft_stats.acceptance
-    known = compute_sizes(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
+    known = make_job_costs(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
     expected_s = factories.job_cost_at(load_job(run), 32).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 

@@ -15,15 +15,15 @@ from staleflow.tasks.actors.parameter_server import ParameterServer
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.actors.trainer_rank import FollowerRank
 from staleflow.tasks.engines.base import Engine
 from tests.support import virtual_time
 from tests.support.in_process import InProcessWorkers
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted import (
+    PlayedFollowerRank,
     PlayedParameterServer,
     PlayedTrainer,
-    PlayedTrainerRank,
     VirtualEngine,
     VirtualRewardWorker,
     VirtualRolloutInstance,
@@ -43,7 +43,7 @@ def verbs(cls: type[Any]) -> dict[str, list[str]]:
     ("played", "real"),
     [
         (PlayedTrainer, Trainer),
-        (PlayedTrainerRank, TrainerRank),
+        (PlayedFollowerRank, FollowerRank),
         (PlayedParameterServer, ParameterServer),
         (VirtualRewardWorker, RewardWorker),
         (VirtualRolloutInstance, RolloutInstance),
@@ -57,7 +57,7 @@ def test_in_process_actors_have_the_methods_of_the_real_actors(played: type[Any]
 def test_in_process_actors_have_the_constructor_arguments_of_the_real_actors() -> None:
     for played, real, own in (
         (PlayedTrainer, Trainer, 2),
-        (PlayedTrainerRank, TrainerRank, 2),
+        (PlayedFollowerRank, FollowerRank, 2),
         (PlayedParameterServer, ParameterServer, 2),
     ):
         parameters = [list(inspect.signature(c.__init__).parameters)[1:] for c in (played, real)]

@@ -473,7 +473,7 @@ def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
 
     def kill_the_other(client: Any) -> None:
         assert first.wait(60.0)
-        (follower,) = (a for a, keys in client.has_what().items() if any("TrainerRank" in key for key in keys))
+        (follower,) = (a for a, keys in client.has_what().items() if any("FollowerRank" in key for key in keys))
         os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
 
     plan = training.make_plan(stored, tmp_path / "two", changes, epochs=40)

@@ -37,7 +37,7 @@ from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.teacher import Teacher
 from staleflow.tasks.actors.trainer import PublishedStep, Trainer
-from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, TrainerRank
+from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, FollowerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import (
@@ -165,7 +165,7 @@ class World:
             Teacher: lambda host, *args: VirtualTeacher(self, *args),
             EnvironmentHost: lambda host, *args: EnvironmentHost(*args),
             Trainer: lambda host, *args: PlayedTrainer(self, host, *args),
-            TrainerRank: lambda host, *args: PlayedTrainerRank(self, host, *args),
+            FollowerRank: lambda host, *args: PlayedFollowerRank(self, host, *args),
             ParameterServer: lambda host, *args: PlayedParameterServer(self, host, *args),
         }
 
@@ -608,7 +608,7 @@ class PlayedTrainer:
         )
 
 
-class PlayedTrainerRank:
+class PlayedFollowerRank:
     """A rank of the scripted trainer that does nothing and can be lost."""
 
     def __init__(self, world: World, host: str, settings: Any, threads: int) -> None:

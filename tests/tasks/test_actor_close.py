@@ -18,7 +18,7 @@ from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.task_cache import TaskCache
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.actors.trainer_rank import FollowerRank
 from staleflow.tasks.training.rank import Rank
 from tests.support.scripted import World
 from tests.tasks.test_rollout_instance import Gate, make_server
@@ -72,7 +72,7 @@ CASES = {
         lambda actor: actor.logprobs((1, 2)),
     ),
     "trainer rank": Case(
-        lambda resource, folder: TrainerRank(resource, 1), lambda actor: actor.call_policy("logprobs")
+        lambda resource, folder: FollowerRank(resource, 1), lambda actor: actor.call_policy("logprobs")
     ),
     "commands of an instance": Case(instance, lambda actor: actor.abort(())),
     "events of an instance": Case(instance, lambda actor: actor.next_events(None, 60.0), lambda a: a.flush(None)),
@@ -104,7 +104,7 @@ async def test_a_closed_actor_starts_no_call_and_its_threads_end(
     monkeypatch.setattr(reward_worker, "Scorer", BlockingResource.build)
     before, resource, case = set(threading.enumerate()), BlockingResource(), CASES[name]
     actor = case.create(resource, tmp_path)
-    if isinstance(actor, TrainerRank):
+    if isinstance(actor, FollowerRank):
         await actor.join(Rank(number=1, count=2, host="localhost", port=1))
     calls = [asyncio.ensure_future(call(actor)) for call in (case.call, case.second_call or case.call)]
     while not resource.num_calls:

@@ -20,7 +20,7 @@ from staleflow.stores.weights.weight_hash import Weights
 from staleflow.tasks.actors import trainer_rank
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.actors.trainer_rank import FollowerRank
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
@@ -99,12 +99,12 @@ class PolicyRank:
         self.group.done[self.rank.number].append("close")
 
 
-def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[TrainerRank]]:
+def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[FollowerRank]]:
     lead = Trainer(settings, str(folder / "memory"), 1, 60.0, str(folder / "resume"), 1, ranks=ranks)
-    return lead, [TrainerRank(settings, 1) for _ in range(ranks - 1)]
+    return lead, [FollowerRank(settings, 1) for _ in range(ranks - 1)]
 
 
-def all_ranks(lead: Trainer, others: Sequence[TrainerRank]) -> list[Trainer | TrainerRank]:
+def all_ranks(lead: Trainer, others: Sequence[FollowerRank]) -> list[Trainer | FollowerRank]:
     return [lead, *others]
 
 
@@ -146,7 +146,7 @@ async def test_all_ranks_call_the_same_methods_in_the_same_order(tmp_path: Path)
 class LostRank:
     """A lost rank whose loss the other ranks detect first. after: number of calls before the loss."""
 
-    def __init__(self, actor: TrainerRank, follows: int) -> None:
+    def __init__(self, actor: FollowerRank, follows: int) -> None:
         self.actor, self.left = actor, follows
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ async def test_a_rank_lost_during_a_resume_point_raises_actor_lost(
     monkeypatch.setattr(group, "build", build)
 
     class Gone:
-        def __init__(self, actor: TrainerRank) -> None:
+        def __init__(self, actor: FollowerRank) -> None:
             self.actor = actor
 
         def __getattr__(self, method: str) -> Callable[..., Any]:
