@@ -177,7 +177,7 @@ SOURCE_METRICS = {
         Metric(name="reward", unit="", doc="mean reward of the source's groups in the batch"),
         Metric(name="reward_scored", unit="", doc="mean reward of all its groups that were scored since the previous "
                "step, filtered ones included"),
-        Metric(name="trained_share", unit="share", doc="its groups among those trained on since the run began"),
+        Metric(name="trained_share", unit="share", doc="its part of the groups trained on since the run began"),
         Metric(name="drawn_share", unit="share", doc="its groups among those drawn since the run began"),
     )
 }  # fmt: skip

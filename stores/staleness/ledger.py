@@ -365,6 +365,8 @@ class StalenessLedger:
         for entry in self.live_groups.values():
             if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed.keys():
                 raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
+            if entry.state is EntryState.OCCUPIED and [*entry.routed] != entry.completed:
+                raise ProtocolViolation(f"group {entry.group}: versions in another order than its members")
             if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
                 raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
 

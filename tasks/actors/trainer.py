@@ -205,7 +205,7 @@ class Trainer:
             message: BatchMessage = await call_actor(
                 server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
             )
-            rows += message.rows()
+            rows += await asyncio.to_thread(message.rows)
             num_remaining = message.num_remaining
         return rows
 

@@ -126,22 +126,8 @@ class EmulatedEngine(EngineThread):
         settings = self._settings
         if settings.num_served_versions:
             time.sleep(settings.pull_s / settings.time_scale)
-            with self._condition:
-                self._check()
-                self._requests.drop_old_versions(version, settings.num_served_versions)
-                self._requests.serve(version)
-        else:
-            with self._condition:
-                self._check()
-                done_s = self._batch.load(self._catch_up(), settings.pull_s, keep_cache=settings.keep_cache)
-                self._finish(self._batch.advance(self._batch.clock))
-                for trajectory, num_tokens in self._batch.progress(self._batch.clock):
-                    self._extend(self._running(trajectory), num_tokens)
-                self._requests.change_version(version)
-                self._contexts.clear()
-                self._is_asleep = False
-                self._condition.notify_all()
-            time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._start_s)))
+        end_s = self._call(lambda: self._load(version)).result()
+        time.sleep(max(0.0, end_s / settings.time_scale - (self._clock.now() - self._start_s)))
         return LoadResult(
             fingerprint=weight_hash.fingerprint(published), weights=compare_by_name(self._weights, published)
         )
@@ -159,6 +145,24 @@ class EmulatedEngine(EngineThread):
             wait_s = (self._batch.next_s() - self._catch_up()) / self._settings.time_scale
             if not (self._calls or self._is_closing):
                 self._clock.wait(self._condition, wait_s)
+
+    def _load(self, version: PolicyVersion) -> float:
+        """Serve a version, instead of the others or beside them. Returns when the pull ends, in the cost model's
+        seconds."""
+        settings = self._settings
+        with self._condition:
+            if settings.num_served_versions:
+                self._requests.drop_old_versions(version, settings.num_served_versions)
+                self._requests.serve(version)
+                return 0.0
+            end_s = self._batch.load(self._catch_up(), settings.pull_s, keep_cache=settings.keep_cache)
+            self._finish(self._batch.advance(self._batch.clock))
+            for trajectory, num_tokens in self._batch.progress(self._batch.clock):
+                self._extend(self._running(trajectory), num_tokens)
+            self._requests.change_version(version)
+            self._contexts.clear()
+            self._is_asleep = False
+            return end_s
 
     def _admit(self, running: RunningRequest) -> None:
         request, trajectory = running.request, running.request.trajectory

@@ -1,4 +1,4 @@
-"""Base of engines that compute: one thread runs the model, and other threads send it requests and calls.
+"""Base of all engines: one thread runs the model or its emulation, and other threads send it requests and calls.
 
 Invariants: only the engine's thread uses the model and its scheduler, and it runs calls between two steps. So each
 token belongs to one version, a stopped request has all tokens that were sampled, and weights change under running
@@ -205,7 +205,7 @@ class EngineThread(ABC):
         with self._condition:
             requests = [
                 running
-                for trajectory in trajectories
+                for trajectory in dict.fromkeys(trajectories)
                 if (running := self._requests.get_by_trajectory(trajectory)) is not None
             ]
             self._remove(requests)
@@ -215,8 +215,8 @@ class EngineThread(ABC):
         return stopped_requests
 
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
-        self._stop(trajectories)
-        with self._condition:
+        with self._condition:  # no request may be returned that ends as it is stopped
+            self._stop(trajectories)
             self._outputs = [output for output in self._outputs if output.trajectory not in trajectories]
 
     def _fall_asleep(self) -> None:
@@ -227,8 +227,8 @@ class EngineThread(ABC):
             self._is_asleep = True
 
     def _reset(self, instance: InstanceId) -> None:
-        self._stop([running.request.trajectory for running in self._requests])
         with self._condition:
+            self._stop([running.request.trajectory for running in self._requests])
             self._instance, self._outputs = instance, []
             self._requests.reset(instance)
             self._forget_all()

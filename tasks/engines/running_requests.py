@@ -197,7 +197,7 @@ class RunningRequests:
         return [
             RunningRequest(
                 running.request,
-                closed_segments=[*running.closed_segments, self._current_segment(running)],
+                closed_segments=[*running.closed_segments, *[self._current_segment(running)][: len(running.tokens)]],
             ).sampled_tokens(FinishReason.UNFINISHED)
             for running in self._running.values()
         ]

@@ -38,7 +38,7 @@ from staleflow.tasks.rendering.task_source import Prompt
 
 LOAD_S = 120.0
 """Seconds that a server may take to load its environment."""
-REPORT_S = 1.0
+REPORT_S = 10.0
 """Seconds to wait for the report on a process after its connection has closed."""
 POLL_S = 0.01
 
@@ -184,7 +184,7 @@ def _stop_server(process: subprocess.Popen[bytes], control: socket.socket, outpu
 
 
 class ProcessLost(EpisodeFailed):
-    """The process of an episode was killed, or its server died. No code of the environment ends a process so."""
+    """The process of an episode was killed by SIGKILL, or its end was not reported: the machine's fault, as a rule."""
 
 
 class ForkedEpisode:

@@ -235,8 +235,8 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 
 def _decoded(text: str, tool: Tool) -> Any:
-    """Decode arguments that are an object written as a text, as in OpenAI's format; other texts are returned. So is an
-    object of other arguments for a built-in tool, such as code; for a user's tool it is decoded, and is an error."""
+    """Decode arguments that were written as a text, as in OpenAI's format. A text that is no JSON object is returned;
+    so is, for a built-in tool, an object with other keys, such as code."""
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):

@@ -20,10 +20,10 @@ from staleflow.tasks.training.microbatch_split import split_by_prompt, split_mic
 from staleflow.tasks.training.shared_prompts import equal_indices
 
 MESSAGE_BYTES = 32 * 2**20
-"""Maximum number of bytes of rows in a message to the trainer. A process that sends or receives a message has two
-copies of it in memory, and does little else meanwhile."""
-ROW_BYTES = 160
-"""Bytes of a row in a message, about, without its tokens."""
+"""Maximum number of bytes of rows in a message to the trainer, if there are several. A process that sends or receives a
+message has two copies of it in memory, and does little else meanwhile."""
+ROW_BYTES = 256
+"""Bytes of a row in a message without its tokens, at most if it has no branches; each takes some ten more."""
 MAX_LAG = 2**15 - 1
 """Largest lag that a row can represent; larger ones are stored as this."""
 LogprobsByRow = Mapping[int, npt.NDArray[np.float32]]
@@ -106,7 +106,7 @@ class BatchMessage:
     @classmethod
     def of(cls, batch: Sequence[EndedTrajectory], start: int) -> BatchMessage:
         """Pack the rows that a step consumes from row `start` on, as many as fit. Takes some 50 us a row, so not on an
-        event loop."""
+        event loop; `rows` takes some 20."""
         stop = message_end(batch, start)
         return cls(
             pickled_rows=pickle.dumps([Row.of(row) for row in batch[start:stop]]), num_remaining=len(batch) - stop

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
-from staleflow.tasks.engines.base import Engine, SampledTokens
+from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
@@ -246,6 +246,24 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         assert [{s.version for s in late[i].segments} for i in (3, 4)] == [{1}, {2}]
     finally:
         engine.close()
+
+
+def test_a_load_waits_for_requests_that_were_submitted_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = EmulatedEngine._submit
+
+    def submit_late(engine: EmulatedEngine, requests: Sequence[Request]) -> None:
+        time.sleep(0.05)
+        submit(engine, requests)
+
+    monkeypatch.setattr(EmulatedEngine, "_submit", submit_late)
+    folder = WeightFolder(tmp_path / "weights")
+    with closing(EmulatedEngine(settings(num_served_versions=2), InstanceId("i"))) as engine:
+        engine.submit([request(0)])
+        folder.publish(PolicyVersion(1), weights(1))
+        engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
+        assert {s.version for s in collect(engine, 1)[0].segments} == {0}
 
 
 def test_cached_tokens_are_released_after_the_last_turn_or_an_abort() -> None:
