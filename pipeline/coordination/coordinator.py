@@ -35,6 +35,8 @@ from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, parse_
 MAX_ROUTES = 64
 """Number of trajectories that one event may route, so that a full queue does not hold up the driver's event loop: 3 to
 5 ms with 1,024 instances."""
+MAX_PULLS = 512
+"""Number of instances that one event may have pull a version, for the same reason."""
 
 
 class Coordinator(CoordinatorInspection):
@@ -61,8 +63,8 @@ class Coordinator(CoordinatorInspection):
         self._strategies = strategies
         self._validate_every_event = validate_every_event
         self._is_stopped = False
-        self.has_more_routes = False
-        """Whether the latest event reached the limit of routes, so that RoutingContinued should follow."""
+        self.has_more_commands = False
+        """Whether the latest event reached the limit of routes or pulls, so that RoutingContinued should follow."""
         self._num_events = 0
         self._route_planner = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
@@ -73,14 +75,17 @@ class Coordinator(CoordinatorInspection):
         )
         self._issuer = CommandIssuer(self._state, forecast, self._decision_log)
 
-    def handle(self, event: events.Event, now: float, max_routes: int = MAX_ROUTES) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
+    def handle(  # noqa: PLR0912, PLR0915  one case per event
+        self, event: events.Event, now: float, max_routes: int = MAX_ROUTES, max_pulls: int = MAX_PULLS
+    ) -> list[Command]:
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
         story of the trajectory.
 
-        At most `max_routes` trajectories are routed; if more might be, `has_more_routes` is set.
+        At most `max_routes` trajectories are routed, and `max_pulls` instances pull before any is; if more might,
+        `has_more_commands` is set.
         """
         self._num_events += 1
-        self.has_more_routes = False
+        self.has_more_commands = False
         self._decision_log.now = now
         self._decision_log.cause = f"{type(event).__name__}#{self._num_events}"
         self._state.now = now
@@ -129,7 +134,7 @@ class Coordinator(CoordinatorInspection):
                 case _:
                     assert_never(event)
             if not self._is_stopped:
-                self._plan(max_routes)
+                self._plan(max_routes, max_pulls)
             if self._validate_every_event:
                 self.validate()
         except ProtocolViolation as violation:
@@ -280,14 +285,19 @@ class Coordinator(CoordinatorInspection):
 
     # -- decisions -----------------------------------------------------------------------------------------------
 
-    def _plan(self, max_routes: int) -> None:
+    def _plan(self, max_routes: int, max_pulls: int) -> None:
         """Make the decisions that may come out differently after the event, in the order of their dependencies."""
         if self._state.pop_batch_changed():
             self._consume_batch()
         self._issuer.train_pending()
         self._state.unpin_idle_instances()
         if candidates := self._state.pop_loads_changed():
-            for instance in choose_pulls(self._state, self._strategies.synchronization, candidates):
+            pulls = choose_pulls(self._state, self._strategies.synchronization, candidates)
+            for num_pulls, instance in enumerate(pulls):
+                if num_pulls == max_pulls:
+                    self.has_more_commands = True
+                    self._state.flag_timed_decisions()
+                    return
                 self._issuer.pull(instance)
         if self._state.pop_admission_changed():
             self._fetch_prompts()
@@ -333,7 +343,7 @@ class Coordinator(CoordinatorInspection):
             if level is None:
                 return
             if num_routed == max_routes:  # before a rule with random numbers is called, so that it is called once
-                self.has_more_routes = True
+                self.has_more_commands = True
                 self._state.continue_routing()
                 return
             trajectory = queue.head(level)

@@ -204,7 +204,7 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingContinued:
-    """Routing of the queue continues, since an earlier event has routed as many trajectories as one event may."""
+    """Pulls and routing of the queue continue, since an earlier event has had as many as one event may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from staleflow.pipeline.coordination.commands import Command, Route
-from staleflow.pipeline.coordination.coordinator import MAX_ROUTES, Coordinator
+from staleflow.pipeline.coordination.commands import Command, Pull, Route
+from staleflow.pipeline.coordination.coordinator import MAX_PULLS, MAX_ROUTES, Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
@@ -264,9 +264,11 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> ReplayC
     num_events = num_commands = 0
     for entry in entries:
         num_events += 1
-        num_routes = sum(isinstance(command, Route) for command in entry.commands)
-        try:  # an earlier version may have routed more in one event
-            commands = coordinator.handle(entry.event, entry.now, max(MAX_ROUTES, num_routes))
+        num_routes, num_pulls = (sum(isinstance(c, kind) for c in entry.commands) for kind in (Route, Pull))
+        try:  # earlier versions may have had other limits
+            commands = coordinator.handle(
+                entry.event, entry.now, max(MAX_ROUTES, num_routes), max(MAX_PULLS, num_pulls)
+            )
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
             return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)

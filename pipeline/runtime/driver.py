@@ -309,7 +309,7 @@ class Driver:
         await asyncio.sleep(0)  # let calls that wait for the event loop run first
         if not self._inbox.empty():
             return self._inbox.get_nowait()
-        if self._coordinator.has_more_routes:
+        if self._coordinator.has_more_commands:
             return events.RoutingContinued()
         item = await self._inbox.get()
         self._measurements.count_assigned_time(self._coordinator.num_running_by_instance(), self._actors.instances)

@@ -153,7 +153,7 @@ class SimulatedRun:
 
     def _handle(self, event: events.Event) -> None:
         self._decide(event)
-        while self.coordinator.has_more_routes:
+        while self.coordinator.has_more_commands:
             self._decide(events.RoutingContinued())
 
     def _decide(self, event: events.Event) -> None:

@@ -112,7 +112,7 @@ class Bench:
     def tell(self, event: Event) -> list[Command]:
         self.now += 1.0
         commands = self.coordinator.handle(event, self.now)
-        while self.coordinator.has_more_routes:
+        while self.coordinator.has_more_commands:
             commands += self.coordinator.handle(RoutingContinued(), self.now)
         self.route_numbers.update({c.trajectory: c.route_number for c in commands if isinstance(c, Route)})
         return commands
