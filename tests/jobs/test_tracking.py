@@ -266,9 +266,11 @@ async def test_two_runs_of_a_process_are_two_runs_of_wandb(
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    async with tracking.track(config, folders[0]) as first, tracking.track(config, folders[1]) as second:
-        first.on_step_stored({"step": 0.0, "reward": 0.25}, "")
-        second.on_step_stored({"step": 0.0, "reward": 0.75}, "")
+    async with tracking.track(config, folders[0]) as first:
+        await asyncio.wrap_future(first.constructed)
+        async with tracking.track(config, folders[1]) as second:
+            first.on_step_stored({"step": 0.0, "reward": 0.25}, "")
+            second.on_step_stored({"step": 0.0, "reward": 0.75}, "")
     assert [tracked_rewards("wandb", folder) for folder in folders] == [[{0: 0.25}], [{0: 0.75}]]
 
 
