@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
@@ -12,9 +11,10 @@ from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
 
-class InstanceView(NamedTuple):
-    """The coordinator's view of one rollout instance. A tuple: thousands of them take a third of the time of
-    dataclasses."""
+@dataclass(slots=True)
+class InstanceView:
+    """The coordinator's view of one rollout instance. Not frozen, which would take three times as long for
+    thousands."""
 
     instance: InstanceId
     version: int
