@@ -242,7 +242,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            f"{host['host']:<14} {host['num_in_environment']} in environment, {host['slots']} slots"
+            f"{host['host']:<14} {host.get('num_in_environment', 0)} in environment, {host['slots']} slots"
             for host in status.get("environments", ())
         ]
         lines += status.get("sources", ())

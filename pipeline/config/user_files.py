@@ -64,8 +64,8 @@ def code_keys_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
-    """Return the keys of a job whose user code scores responses."""
-    return tuple(key for key in code_keys_of(config) if key.startswith(("task.", "reward.", "evaluation.")))
+    """Return the keys of a job whose user code scores responses, or describes tools in their prompts."""
+    return tuple(key for key in code_keys_of(config) if key.startswith(("task.", "reward.", "evaluation.", TOOLS_KEY)))
 
 
 def copied_keys(config: RunConfig) -> tuple[str, ...]:

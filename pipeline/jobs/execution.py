@@ -128,8 +128,8 @@ async def execute(
             return end
         except BaseException as error:
             has_failed = isinstance(error, Exception) and not isinstance(error, StoppedBeforeStart)
-            reason = str(error) or (stop.reason if stop is not None else "") or "interrupted"
-            end_state = ("failed" if has_failed else "stopped"), reason
+            other = type(error).__name__ if has_failed else (stop.reason if stop is not None else "") or "interrupted"
+            end_state = ("failed" if has_failed else "stopped"), str(error) or other
             raise
         finally:
             if stop is not None:
@@ -189,7 +189,8 @@ async def _train(
             driver = Driver(
                 config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=input_changes
             )
-            report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
+            with start_recorder.record_end():  # before the trackers' end, which may take long
+                report = await _run_driver(driver, reporter.report_until_done(driver, workers), stop)
     if report.diagnosis is not None:
         reporter.on_line(report.diagnosis.line)
     return report

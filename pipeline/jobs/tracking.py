@@ -232,6 +232,7 @@ class Tracking(RunListener):
         self._trackers: list[Tracker] = []
         self._calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         """Methods of the trackers to call, with their arguments."""
+        self._is_abandoned = False
         self._loop = asyncio.get_running_loop()
         self.constructed: Future[None] = Future()
         """Ends when the trackers are constructed, or a user's tracker cannot be."""
@@ -253,6 +254,7 @@ class Tracking(RunListener):
         self._calls.put((method,))
         await asyncio.to_thread(self._thread.join, CLOSE_LIMIT_S)
         if self._thread.is_alive():
+            self._is_abandoned = True
             logger.error("trackers have not stored the last steps within %g s; the run ends", CLOSE_LIMIT_S)
 
     def _run(self) -> None:
@@ -266,6 +268,8 @@ class Tracking(RunListener):
         while method not in ("close", "fail"):
             method, *arguments = self._calls.get()
             for tracker in tuple(self._trackers):
+                if self._is_abandoned:  # the run may have been resumed
+                    return
                 try:
                     getattr(tracker, method, tracker.close)(*arguments)
                 except (Exception, SystemExit) as error:  # noqa: BLE001  user code

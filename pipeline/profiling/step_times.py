@@ -183,6 +183,12 @@ class InstanceSums:
     pull_s: float = 0.0
     prefilled_tokens: float = 0.0
 
+    def copy(self) -> InstanceSums:
+        return InstanceSums(
+            self.elapsed_s, self.num_pulls, self.trajectory_seconds, self.kv_token_seconds, self.pull_s,
+            self.prefilled_tokens,
+        )  # fmt: skip
+
     def since(self, before: InstanceSums) -> InstanceSums:
         """The sums between an earlier time and this one."""
         return InstanceSums(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from copy import copy
 
 from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.profiling.fit import CostModelFit
@@ -280,7 +279,7 @@ class TimeTracker:
         prompt_tokens = self._prompt_tokens.get(GroupId(command.trajectory // self._group_size), 0)
         instance.running[command.trajectory] = RunningTrajectory(
             route_number=command.route_number, tokens_at_route=tokens, delivered_tokens=tokens, tokens=tokens,
-            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=copy(instance.sums),
+            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=instance.sums.copy(),
         )  # fmt: skip
         instance.kv_tokens += prompt_tokens + tokens
         cached_instance, num_pulls, cached_tokens = self._cached_turns.get(command.trajectory, ("", 0, 0))
@@ -366,7 +365,7 @@ class TimeTracker:
 
     def _add_step_sample(self, instance: TrackedInstance, stats: events.DecodeStats) -> None:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
-        previous_sums, instance.sums_at_report = instance.sums_at_report, copy(instance.sums)
+        previous_sums, instance.sums_at_report = instance.sums_at_report, instance.sums.copy()
         if previous_sums is None:
             return
         passed = instance.sums.since(previous_sums)

@@ -328,27 +328,24 @@ class Driver:
         scaled_s = elapsed_s * self._config.rollout.engine.time_scale
         with self._measurements.decision_timer():
             new_commands = self._coordinator.handle(event, scaled_s)
-        await self._pause_if_long(new_commands)
-        self._journal.append(scaled_s, event, new_commands)
-        await self._pause_if_long(new_commands)
+        self._journal.append(scaled_s, event, new_commands)  # in the same call: a step is stored after its events
+        # Others run between the parts of an event that has many commands, or whose batch is taken.
+        is_long = len(new_commands) > COMMANDS_PER_CALL or any(isinstance(c, commands.Train) for c in new_commands)
+        if is_long:
+            await asyncio.sleep(0)
         self._measurements.observe(elapsed_s, event, new_commands)
-        await self._pause_if_long(new_commands)
+        if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
+            self.report.bottlenecks[event.version - 1] = bottleneck.short
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
-        if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
-            self.report.bottlenecks[event.version - 1] = bottleneck.short
-        await self._pause_if_long(new_commands)
+        if is_long:
+            await asyncio.sleep(0)
         for command in new_commands:
             kind = type(command).__name__
             self.report.commands[kind] = self.report.commands.get(kind, 0) + 1
         for command in new_commands:
             self._execute(command)
-
-    async def _pause_if_long(self, new_commands: Sequence[commands.Command]) -> None:
-        """Let other calls run between the parts of an event that has many commands, or whose batch is taken."""
-        if len(new_commands) > COMMANDS_PER_CALL or any(isinstance(c, commands.Train) for c in new_commands):
-            await asyncio.sleep(0)
 
     def _execute(self, command: commands.Command) -> None:
         match command:

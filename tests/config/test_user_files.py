@@ -133,6 +133,11 @@ def test_reward_parts_are_written_explained_and_checked_by_name(folder: Path) ->
             job(override)
 
 
+def test_code_of_tools_belongs_to_scoring_since_prompts_describe_tools(folder: Path) -> None:
+    config = job('environment.tools=["a/mine.py:add"]')
+    assert "environment.tools.0" in user_files.scoring_keys(config)
+
+
 def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> None:
     own = ("evaluation.sets.one.source=a/mine.py:Sums", "evaluation.sets.two.reward=b/mine.py:f")
     config = user_files.with_absolute_paths(job(*own))

@@ -115,6 +115,8 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
             yield Finding(check="arrays", location=name, message=f"{lengths[name]} rows, step records count {num_rows}")
+    for name in store.deleted_arrays():
+        yield Finding(check="arrays", location=name, message="was deleted")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
         yield Finding(check="arrays", location="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
