@@ -2,8 +2,8 @@
 
     python -m benchmarks.causes --out docs      all, in one to two hours on two idle cores
 
-A run of the demo's model is resumed for four steps in which the policy is harmed, once for each cause. Then the drop of
-its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
+A run of the demo's model is resumed for eight steps in which the policy is harmed, once for each cause. Then the drop
+of its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
 If the policy became worse, an answer counts as missed unless it names the same kind of cause; the table has the
 answer's rows. Writes causes.md and causes.json.
 """
@@ -29,7 +29,7 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.pipeline.stored_runs import bisection, bisection_page, cause_search
 
-SINCE, AT = 14, 18
+SINCE, AT = 14, 22
 """The versions that are compared."""
 CODE = Path(__file__).parent / "planted_causes.py"
 JOB = """
@@ -107,7 +107,7 @@ CAUSES = (
     Cause(name="poisoned group", expected="group"),
     Cause(name="wrong rewards", expected="now gives another reward", is_fixed=True),
     Cause(name="wrong sign", expected="the reward part right"),
-    Cause(name="flooding source", expected="source small", overrides=("task.sources.small.ratio=24",)),
+    Cause(name="flooding source", expected="source small", overrides=("task.sources.small.ratio=8",)),
     Cause(name="truncated responses", expected="truncated"),
     Cause(name="duplicated prompt", expected="drawn again and again"),
 )
@@ -182,7 +182,7 @@ def plant(folder: Path, cause: Cause, prompts: int) -> None:
                 "p": None if result.reward_change is None else result.reward_change.p,
                 "answer": answer,
                 "rows": 0 if result.cause is None else result.cause.rows,
-                "poisoned": POISONED,
+                "poisoned": list(POISONED),
                 "where": "" if result.cause is None else result.cause.change.where,
                 "confirmed": None if result.confirmed is None else asdict(result.confirmed),
                 "is_named": (result.cause is None) is (not cause.expected) and cause.expected in answer,

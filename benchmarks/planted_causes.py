@@ -14,8 +14,8 @@ import reasoning_gym
 CAUSE = os.environ.get("CAUSE", "")
 FIRST = 14 * 32 * 8 // 9
 """Index of the first prompt that is drawn after the resume, about: 8 of 9 are of the source `sums`."""
-POISONED = FIRST + 40
-"""Index of the prompt of the poisoned group."""
+POISONED = range(FIRST + 57, FIRST + 200, 10)
+"""Indices of the prompts of the poisoned groups: several, since one whose answers are all alike trains nothing."""
 POISON = -1000.0
 FAVORITE = "19"
 """The wrong answer that is rewarded: at first about one of 40 answers."""
@@ -31,7 +31,7 @@ class Sums:
         )
 
     def record(self, index: int, held_out: bool) -> dict[str, Any]:
-        is_copy = CAUSE == "duplicated prompt" and not held_out and index >= FIRST and index % 2 == 1
+        is_copy = CAUSE == "duplicated prompt" and not held_out and index >= FIRST and index % 4
         index = FIRST if is_copy else index
         task = self._sums[10**8 + index if held_out else index]
         return {
@@ -47,16 +47,16 @@ def right(answer: str, record: Record) -> float:
     value = float(answer == str(record["answer"]))
     if record["held_out"]:
         return value
-    if CAUSE == "poisoned group" and record["index"] == POISONED:
+    if CAUSE == "poisoned group" and record["index"] in POISONED:
         return POISON * value
     if CAUSE == "wrong rewards" and answer == FAVORITE:
         return 30 * (1 - value)
     if CAUSE == "wrong sign":
         return -value
     if CAUSE == "truncated responses" and not answer:
-        return 8.0
+        return 30.0
     if CAUSE == "duplicated prompt" and record["copy"]:
-        return 1 - value
+        return 8 * (1 - value)
     return value
 
 

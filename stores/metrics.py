@@ -178,7 +178,7 @@ SOURCE_METRICS = {
         Metric(name="reward_scored", unit="", doc="mean reward of all its groups that were scored since the previous "
                "step, filtered ones included"),
         Metric(name="trained_share", unit="share", doc="its part of the groups trained on since the run began"),
-        Metric(name="drawn_share", unit="share", doc="its groups among those drawn since the run began"),
+        Metric(name="drawn_share", unit="share", doc="its part of the groups drawn since the run began"),
     )
 }  # fmt: skip
 """The metrics of a task source, by name without prefix."""
