@@ -232,6 +232,7 @@ def iterate_async(items: AsyncGenerator[T, None]) -> Generator[T]:
         return await anext(items)
 
     with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()  # a KeyboardInterrupt while the thread starts would make a second one
         try:
             while True:
                 task = loop.create_task(next_item())

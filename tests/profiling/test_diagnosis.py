@@ -116,6 +116,10 @@ def even(trajectory: int) -> int:
     return 20
 
 
+def varied(trajectory: int) -> int:
+    return 15 + trajectory % 11
+
+
 DRIVEN: dict[Cause, tuple[tuple[str, ...], Callable[[], World]]] = {
     Cause.REWARD: ((), lambda: World(length=even, reward_s=2.0, train_s=0.2)),
     Cause.SLOW_INSTANCE: (
@@ -123,7 +127,8 @@ DRIVEN: dict[Cause, tuple[tuple[str, ...], Callable[[], World]]] = {
         lambda: World(length=even, train_s=0.2, slower=lambda name: 4.0 if name == "rollout-2" else 1.0),
     ),
     Cause.FEW_INSTANCES: (("rollout.instances=1", "rollout.engine.max_running=2"), lambda: World(length=even)),
-    Cause.MANY_INSTANCES: (("rollout.instances=16", "rollout.engine.max_running=1"), lambda: World(length=even)),
+    # Responses of one length would leave open which part of their time is prefill.
+    Cause.MANY_INSTANCES: (("rollout.instances=16", "rollout.engine.max_running=1"), lambda: World(length=varied)),
     Cause.KV_MEMORY: (
         ("rollout.engine.kv_tokens=64", "rollout.max_new_tokens=50", "rollout.engine.max_running=16"),
         lambda: World(length=even, train_s=0.2),
