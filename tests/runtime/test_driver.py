@@ -24,6 +24,7 @@ import pytest
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, Discard, Train
+from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
     Event,
     GroupsArrived,
@@ -139,6 +140,27 @@ def test_other_calls_run_between_the_parts_of_a_long_event(
     monkeypatch.setattr(Measurements, "observe", observe_and_check)
     run = body.checked_run()
     assert sum(isinstance(command, Train) for entry in run.entries for command in entry.commands) == run.config.steps
+
+
+def test_an_event_is_journalled_before_other_calls_run(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step could be stored, and the process end, before the journal has the event after which it is stored."""
+    monkeypatch.setattr(driver, "COMMANDS_PER_CALL", 0)
+    not_journalled: list[Event] = []
+    handle, append = Coordinator.handle, RunJournal.append
+
+    def handle_and_call(self: Coordinator, event: Event, now: float, *limits: int) -> list[Command]:
+        if not limits:  # no replay
+            not_journalled.append(event)
+            asyncio.get_running_loop().call_soon(not_journalled.clear)
+        return handle(self, event, now, *limits)
+
+    def append_and_check(self: RunJournal, now: float, event: Event, commands: Sequence[Command]) -> None:
+        assert not_journalled[-1:] == [event]
+        append(self, now, event, commands)
+
+    monkeypatch.setattr(Coordinator, "handle", handle_and_call)
+    monkeypatch.setattr(RunJournal, "append", append_and_check)
+    body.checked_run("steps=2")
 
 
 @pytest.mark.parametrize("num_ticks", [2, 7200])
