@@ -242,7 +242,9 @@ def _details(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            f"{host['host']:<14} {host.get('num_in_environment', 0)} in environment, {host['slots']} slots"
+            # A record of an earlier version has another name of the number.
+            f"{host['host']:<14} {host.get('num_in_environment', host.get('num_acting'))} in environment, "
+            f"{host['slots']} slots"
             for host in status.get("environments", ())
         ]
         lines += status.get("sources", ())
