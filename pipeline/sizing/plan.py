@@ -62,7 +62,7 @@ class SizedJob:
 
     @property
     def instance_gpus(self) -> int:
-        """GPUs of all instances that have GPUs of their own."""
+        """GPUs of all instances together."""
         return self.instances * memory.gpus_of(self.engine)
 
     def trainer_parts(self, model: memory.ModelShape) -> dict[str, int]:

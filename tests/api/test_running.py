@@ -184,7 +184,7 @@ def test_an_existing_run_name_is_rejected_at_once(tmp_path: Path) -> None:
         staleflow.start(emulated(tmp_path))
 
 
-def test_a_run_stopped_before_its_start_raises_interrupted(tmp_path: Path) -> None:
+def test_a_run_stopped_before_its_start_has_no_result(tmp_path: Path) -> None:
     handle = staleflow.start(emulated(tmp_path, steps=100))
     handle.stop("never mind")
     with pytest.raises(StoppedBeforeStart, match="never mind"):
