@@ -48,7 +48,7 @@ METRICS = (
     Metric(name="reward", unit="", doc="mean reward of the consumed batch", label="batch", prometheus_name="reward"),
     Metric(name="reward_errors", unit="trajectories", doc="trajectories whose reward could not be computed",
            label="failed"),
-    Metric(name="groups_with_signal", unit="share", doc="groups with unequal rewards; failed ones are left out"),
+    Metric(name="groups_with_signal", unit="share", doc="groups with unequal rewards; failed ones are ignored"),
     Metric(name="advantage_std", unit="", doc="standard deviation of the batch's advantages"),
     Metric(name="response_tokens", unit="tokens", doc="sampled tokens of the batch"),
     Metric(name="response_mean", unit="tokens", doc="mean response length, sampled tokens", label="mean"),

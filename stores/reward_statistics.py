@@ -233,7 +233,7 @@ EQUAL_TOLERANCE = 1e-9
 
 
 def has_signal(rewards: npt.ArrayLike, valid: npt.ArrayLike = True) -> npt.NDArray[np.bool_]:
-    """Whether the rewards within each group differ; otherwise all its advantages are 0.
+    """Whether the rewards within each group differ. Otherwise estimators that compare its members give advantages of 0.
 
     rewards: [..., N], members last. valid: the same shape, false where a reward could not be computed; such members
     are ignored. Returns [...].

@@ -262,7 +262,12 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         prompts=prompt_settings(
             config, context, num_held_out=config.num_held_out_prompts, max_prompt_tokens=prompt_limit
         ),
-        reward=config.reward.setting,
+        reward_settings=", ".join(
+            [
+                config.reward.setting,
+                *(f"task.sources.{n}.reward = {s.reward!r}" for n, s in config.task.sources.items() if s.reward),
+            ]
+        ),
         group_size=config.batch.group_size,
         members_started_per_group=config.members_started_per_group,
         advantage=config.training.advantage,

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Seconds that a host waits for outcomes before it returns an empty list."""
 FAILURE_WINDOW = 100
-"""Number of latest outcomes in the share of failures that environment.max_failed_share limits."""
+"""Number of ended episodes in the share of failures that environment.max_failed_share limits."""
 RETRY_S = 0.5
 """Seconds before a step is sent again whose host could not reach the trajectory server."""
 
@@ -71,7 +71,7 @@ class EnvironmentHosts:
         self._hosts = [_Host(f"environment-{i}") for i in range(count)]
         self._has_logged_failure = False
         self._latest_failures: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        """Whether each of the latest outcomes was a failure."""
+        """Whether each of the latest episodes to end failed."""
 
     def put(self, command: StepEnvironment | CloseEnvironment) -> None:
         """Queue an environment step, or the closing of an environment. All steps of an episode go to one host."""
@@ -207,19 +207,19 @@ class EnvironmentHosts:
             host.outbox.put_nowait(step)
 
     def _check_failures(self, outcome: EnvStepOutcome) -> None:
-        """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures. Episodes that were lost with
-        their host do not count: all of them restart at once."""
-        if outcome.lost:
+        """Raise TooManyFailedEnvironments if too many of the latest episodes failed. Each attempt counts. Those that
+        were lost with their host do not: all of them restart at once."""
+        if outcome.lost or not (outcome.ended or outcome.restart_reason):
             return
         self._latest_failures.append(bool(outcome.restart_reason))
         max_share = self._config.environment.max_failed_share
         if (
             outcome.restart_reason
             and len(self._latest_failures) == FAILURE_WINDOW
-            and sum(self._latest_failures) > max_share * FAILURE_WINDOW
+            and sum(self._latest_failures) / FAILURE_WINDOW > max_share
         ):
             raise errors.TooManyFailedEnvironments(
-                f"environments failed in {sum(self._latest_failures)} of their latest {FAILURE_WINDOW} steps, "
+                f"environments failed in {sum(self._latest_failures)} of their latest {FAILURE_WINDOW} episodes, "
                 f"environment.max_failed_share allows {max_share:g}; last: {outcome.restart_reason}"
             )
 

@@ -40,9 +40,9 @@ from staleflow.pipeline.stored_runs.training import OfflinePlan, held_out_scores
 from staleflow.pipeline.stored_runs.training_changes import (
     Change,
     changed_settings,
-    conspicuous_rows,
+    changes_without_conspicuous_rows,
     restore_settings,
-    settings_change,
+    undo_settings_change,
 )
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import remove
@@ -265,7 +265,7 @@ class _RepeatedTraining:
         """Settings that were changed by resumes between the two versions, with their values before."""
         configs = [(self._plan.since, self._plan.former), *((p.start, p.config) for p in self._plan.window)]
         return [
-            settings_change(before, after, step)
+            undo_settings_change(before, after, step)
             for (_, before), (step, after) in pairwise(configs)
             if changed_settings(before, after)
         ]
@@ -293,7 +293,10 @@ class _RepeatedTraining:
         self.table |= {"prompt": prompt[positions], "differs": is_other[positions]}
         parts = [Change(label=f"without the reward part {name}", reward_part=name) for name in self._part_rewards]
         window = f"step >= {self._plan.since} and step < {self._plan.at}"
-        return [*(parts if len(parts) > 1 else ()), *conspicuous_rows(self.table, window, list(config.task.sources))]
+        return [
+            *(parts if len(parts) > 1 else ()),
+            *changes_without_conspicuous_rows(self.table, window, list(config.task.sources)),
+        ]
 
     def num_changed_rows(self, change: Change) -> int:
         """Number of rows of the repeated steps that a change leaves out, or gives another reward."""

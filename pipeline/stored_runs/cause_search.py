@@ -30,7 +30,7 @@ from staleflow.pipeline.stored_runs.training_changes import (
     Table,
     control_changes,
     influence_by_group,
-    keep_settings,
+    old_settings_change,
     one_of,
 )
 from staleflow.stores.reward_statistics import Interval, PairedDifference, estimate, paired_difference
@@ -176,7 +176,7 @@ class _Search:
         return any(trial is other for other in self.preventing())
 
     def prevents_with(self, since: int, settings: Sequence[tuple[str, str]]) -> bool:
-        return self.prevents(keep_settings(settings, since))
+        return self.prevents(old_settings_change(settings, since))
 
     def preventing(self) -> list[Trial]:
         """The changes that prevent the drop, without those that another one does significantly better than: half of a

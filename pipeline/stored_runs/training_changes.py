@@ -20,21 +20,29 @@ NUM_PAIRS = 3
 20 cases."""
 MIN_INFLUENCE_RATIO = 10.0
 """Groups stand out whose sum of |advantage| x tokens is this many times that of the median group that has one."""
-PERTURBED_SHARE = 8
+GROUPS_PER_LEFT_OUT = 8
 """One of this many groups is left out at random in each pair."""
-MIN_REPEATS = 3
+MIN_DRAWS = 3
 """A prompt counts as duplicated from this many groups on, and this many times as many as half of the prompts have."""
-TABLES = ("training", "task", "reward", "rollout")
+JOB_TABLES = ("training", "task", "reward", "rollout", "model")
 """Tables of a job with settings that the weights or the held-out rewards depend on."""
-OTHER_SETTINGS = {
-    "training": {"ranks", "recompute_activations", "offload", "checkpoint_every", "resume_every", "keep_every"},
+SETTINGS_WITHOUT_EFFECT = {
+    "training": {
+        "ranks",
+        "recompute_activations",
+        "offload",
+        "checkpoint_every",
+        "resume_every",
+        "keep_every",
+        "measured_rows",
+    },
     "task": {"eval_prompts", "sampler"},
     "reward": {"workers", "timeout_s", "max_error_share"},
 }
 """Settings of these tables that nothing of a repeated training depends on, besides rounding."""
-ROLLOUT_SETTINGS = ("temperature", "max_new_tokens")
-"""Settings of `rollout` that held-out prompts are answered with."""
-MAX_VALUE = 60
+SETTINGS_WITH_EFFECT = {"rollout": ("temperature", "max_new_tokens"), "model": ("dtype",)}
+"""The settings of these tables that the weights or the held-out rewards depend on."""
+MAX_VALUE_CHARS = 60
 """Characters of a setting's value up to which the label of a change has it."""
 Table = Mapping[str, npt.NDArray[Any]]
 """Columns of the rows that the repeated steps trained on."""
@@ -59,17 +67,17 @@ def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
     """Settings, as TABLE.KEY, that differ between two jobs of a run and that a repeated training depends on."""
     before, after = _with_schedule(before), _with_schedule(after)
     keys = []
-    for table in TABLES:
-        names = ROLLOUT_SETTINGS if table == "rollout" else [f.name for f in dataclasses.fields(getattr(after, table))]
-        keys += [f"{table}.{name}" for name in names if name not in OTHER_SETTINGS.get(table, ())]
+    for table in JOB_TABLES:
+        names = SETTINGS_WITH_EFFECT.get(table) or [f.name for f in dataclasses.fields(getattr(after, table))]
+        keys += [f"{table}.{name}" for name in names if name not in SETTINGS_WITHOUT_EFFECT.get(table, ())]
+    if before.training.schedule == "constant":  # it has no steps
+        keys.remove("training.schedule_steps")
     return [key for key in keys if value_at(before, key) != value_at(after, key)]
 
 
 def _with_schedule(config: RunConfig) -> RunConfig:
     """A job whose learning-rate schedule does not depend on its number of steps: a resume may change that number."""
-    training = config.training
-    steps = 0 if training.schedule == "constant" else training.schedule_steps or config.steps
-    return with_values(config, {"training.schedule_steps": steps})
+    return with_values(config, {"training.schedule_steps": config.training.schedule_steps or config.steps})
 
 
 def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) -> RunConfig:
@@ -78,19 +86,19 @@ def restore_settings(config: RunConfig, former: RunConfig, keys: Sequence[str]) 
     return with_values(config, {key: value_at(former, key) for key in keys})
 
 
-def settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
+def undo_settings_change(former: RunConfig, config: RunConfig, since: int) -> Change:
     """The settings that a job has since a step, with the values of the job before."""
     keys, former = changed_settings(former, config), _with_schedule(former)
-    return keep_settings([(key, toml_value(value_at(former, key))) for key in keys], since)
+    return old_settings_change([(key, toml_value(value_at(former, key))) for key in keys], since)
 
 
-def keep_settings(settings: Sequence[tuple[str, str]], since: int) -> Change:
+def old_settings_change(settings: Sequence[tuple[str, str]], since: int) -> Change:
     """The change that keeps the values that some settings had before a step."""
-    values = ", ".join(f"{key} = {value}" if len(value) <= MAX_VALUE else key for key, value in settings)
+    values = ", ".join(f"{key} = {value}" if len(value) <= MAX_VALUE_CHARS else key for key, value in settings)
     return Change(label=f"with {values} as before step {since}", settings=tuple(settings), since=since)
 
 
-def conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> list[Change]:
+def changes_without_conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> list[Change]:
     """Changes that leave out rows which stand out, those of the fewest rows first.
 
     Args:
@@ -122,11 +130,12 @@ def conspicuous_rows(table: Table, window: str, sources: Sequence[str] = ()) -> 
     parts.append(
         (
             "groups with outstanding gradients",
-            one_of("group", np.unique(table["group"][outstanding])) if outstanding.any() else "",
+            one_of("group", np.unique(table["group"][outstanding])),
             outstanding,
         )
     )
     parts = [part for part in parts if part[2].any() and not part[2].all()]
+    parts = list({part[2].tobytes(): part for part in reversed(parts)}.values())[::-1]  # the first with the same rows
     parts.sort(key=lambda part: int(part[2].sum()))
     return [Change(label=f"without {label}", where=where) for label, where, _ in parts]
 
@@ -138,10 +147,10 @@ def _some_lags(staleness: npt.NDArray[Any]) -> list[int]:
 
 
 def _repeated_prompts(table: Table) -> npt.NDArray[Any]:
-    """Prompts of at least MIN_REPEATS groups, and of MIN_REPEATS times as many as the median prompt."""
+    """Prompts of at least MIN_DRAWS groups, and of MIN_DRAWS times as many as the median prompt."""
     _, first = np.unique(table["group"], return_index=True)
     prompts, counts = np.unique(table["prompt"][first], return_counts=True)
-    return np.asarray(prompts[counts >= MIN_REPEATS * max(1.0, float(np.median(counts)))])
+    return np.asarray(prompts[counts >= MIN_DRAWS * np.median(counts)])
 
 
 def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Change]]:
@@ -164,9 +173,9 @@ def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Chang
 
 
 def _distinct_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> Iterator[npt.NDArray[Any]]:
-    """One of PERTURBED_SHARE of the groups of some rows for each pair, different ones if there are enough."""
+    """One of GROUPS_PER_LEFT_OUT of the groups of some rows for each pair, different ones if there are enough."""
     groups = rng.permutation(np.unique(table["group"][rows]))
-    count = -(-len(groups) // PERTURBED_SHARE)
+    count = -(-len(groups) // GROUPS_PER_LEFT_OUT)
     for pair in range(NUM_PAIRS):
         yield np.sort(np.roll(groups, -pair * count)[:count])
 

@@ -41,7 +41,8 @@ class KeepAll(Filtering):
 @FILTERING.register("no_signal")
 @dataclass(frozen=True, slots=True)
 class DropNoSignal(Filtering):
-    """Drop and replace groups with equal rewards, whose advantages are all zero (DAPO, arXiv 2503.14476)."""
+    """Drop and replace groups with equal rewards, also where an estimator over the whole batch or an overlong penalty
+    would train on them (DAPO, arXiv 2503.14476)."""
 
     compares_members = True
 

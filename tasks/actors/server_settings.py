@@ -11,12 +11,12 @@ from staleflow.tasks.training.advantage import Advantage, Overlong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: names of
-    the reward functions in the job, for messages. commit_s: seconds for which a commit is retried while the store's
-    bucket fails. resumed: whether to continue an existing store."""
+    """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder.
+    reward_settings: the reward functions as the job sets them, for messages. commit_s: seconds for which a commit is
+    retried while the store's bucket fails. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
-    reward: str
+    reward_settings: str
     group_size: int
     members_started_per_group: int
     advantage: Advantage

@@ -457,7 +457,7 @@ class TrajectoryServer:
             members, settings = [self._in_flight.live[t] for t in trajectories], self._settings
             if settings.has_teacher and (missing_ids := [t.id for t in members if _needs_teacher(t)]):
                 raise self._lost_with_server(f"step {step} needs a teacher's logprobs", f"of {missing_ids[:3]}")
-            check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
+            check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward_settings)
             entry = spool_entries.BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._in_flight.apply(entry)
             applied_entries.append(entry)

@@ -69,7 +69,7 @@ class EmulatedEpisodes:
         """
         turns = self._workload.turns(group, member)
         is_last = truncated or turn >= len(turns) - 1
-        seconds = 0.0 if is_last else self._seconds(group, member, attempt, turn)
+        seconds = 0.0 if is_last else self.step_s(group, member, turn, attempt=attempt)
         tokens = 0 if is_last else turns[turn].tool_tokens
         fails, hangs = (False, False) if truncated else self._faults.draw(group, member, attempt, turn)
         if hangs:
@@ -79,9 +79,9 @@ class EmulatedEpisodes:
         reward = self._workload.reward(group, member) if is_last else 0.0
         return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=is_last, reward=reward)
 
-    def _seconds(self, group: int, member: int, attempt: int, turn: int) -> float:
-        """Return the seconds of a tool call. A restarted episode gets those of another group. With the same ones, a
-        step that took too long once would do so in every attempt."""
+    def step_s(self, group: int, member: int, turn: int, *, attempt: int) -> float:
+        """Return the seconds of a tool call; see `env_step`. A restarted episode gets those of another group. With the
+        same ones, a step that took too long once would do so in every attempt."""
         turns = self._workload.turns(group, member)
         if attempt:
             other_turns = self._workload.turns(group + attempt * ATTEMPT_STRIDE, member)

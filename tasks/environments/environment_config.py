@@ -1,4 +1,4 @@
-"""The [environment] table of a job file, which environment hosts receive unchanged."""
+"""The [environment] table of a job file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class EnvironmentConfig:
     hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
     max_failed_share: float = knob(
         0.5,
-        "maximum share of failures among the latest hundred steps of all environments of the run, without those that "
-        "were lost with their host; above it the run stops",
+        "maximum share of failures among the latest hundred episodes that ended, each attempt counted and those lost "
+        "with their host left out; above it the run stops",
         low=0,
         high=1,
     )
@@ -40,7 +40,8 @@ class EnvironmentConfig:
     )
     isolation: str = knob(
         "auto",
-        "where environments run: auto: coroutines on their host's event loop, other code in one process per episode; "
+        "where environments run: auto: asynchronous code on its host's event loop, other code in one process per "
+        "episode; "
         "process: all in one process per episode",
         choices=ISOLATIONS,
     )
@@ -56,4 +57,5 @@ class EnvironmentConfig:
         "MiB that an episode's process may use in addition to the loaded environment; 0: no limit. For the python "
         "tool: MiB in all; 0: 1024",
         low=0,
+        high=2**30,
     )

@@ -49,10 +49,15 @@ class EmulatedEnvironments:
         truncated: bool,
         latest_turn: SampledTurn | None = None,
     ) -> HostedStepResult:
+        config, scale = self._settings.environment_config, self._settings.time_scale
+        group, turn = abs(key.group), len(turns) - 1
         step = self._episodes.env_step(
-            abs(key.group), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
+            group, key.member, turn, attempt=key.attempt, truncated=truncated or len(turns) >= config.max_turns
         )
-        limit_s, scale = self._settings.environment_config.step_timeout_s, self._settings.time_scale
+        spent_s = sum(self._episodes.step_s(group, key.member, i, attempt=key.attempt) for i in range(turn))
+        remaining_s = config.episode_timeout_s - spent_s
+        knob = "step_timeout_s" if config.step_timeout_s <= remaining_s else "episode_timeout_s"
+        limit_s = min(config.step_timeout_s, remaining_s)
         now = asyncio.get_running_loop().time
         queued_s = now()
         async with self._slots:
@@ -60,7 +65,7 @@ class EmulatedEnvironments:
             await asyncio.sleep(min(step.seconds, limit_s) / scale)
         if step.seconds > limit_s:
             duration = "never ends" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"
-            error = f"step {len(turns)} {duration}, environment.step_timeout_s = {limit_s:g} s"
+            error = f"step {len(turns)} {duration}, environment.{knob} = {getattr(config, knob):g} s"
             return HostedStepResult(ended=True, error=error, environment_s=limit_s, waited_s=waited_s)
         if step.error:
             return HostedStepResult(ended=True, error=step.error, environment_s=step.seconds, waited_s=waited_s)

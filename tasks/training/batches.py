@@ -14,20 +14,22 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory
 from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
-def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
-    """Raise ConfigError if the scoring of too many responses failed, ProtocolViolation if a group is incomplete.
+def check_batch(
+    step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward_settings: str
+) -> None:
+    """Raise ConfigError if the scoring of too many responses failed, ProtocolViolation if a group is incomplete
+    or not in one block.
 
-    reward: the names of the reward functions in the job file, for the message.
+    reward_settings: the reward functions as the job file sets them, for the message.
     """
     failed_trajectories = [t for t in batch if t.error]
-    if len(failed_trajectories) > max_error_share * len(batch):
+    if failed_trajectories and len(failed_trajectories) / len(batch) > max_error_share:
         raise ConfigError(
-            f"{reward}: failed on {len(failed_trajectories)} of {len(batch)} responses of step {step} (limit: "
+            f"{reward_settings}: failed on {len(failed_trajectories)} of {len(batch)} responses of step {step} (limit: "
             f"reward.max_error_share = {max_error_share:g}); first: {failed_trajectories[0].error}"
         )
-    if len(batch) % group_size or any(
-        len({t.group for t in batch[i : i + group_size]}) > 1 for i in range(0, len(batch), group_size)
-    ):
+    groups = [t.group for t in batch]
+    if groups != [group for group in dict.fromkeys(groups) for _ in range(group_size)]:
         raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
 
 
@@ -36,8 +38,8 @@ def consumed_rows(
 ) -> list[EndedTrajectory]:
     """The trajectories of a batch as stored rows with their advantages, in the order of the batch."""
     rewards, valid = _rewards(batch, group_size)
-    lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
-    advantages = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
+    response_lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
+    advantages = advantage.advantages(rewards - overlong.penalties(response_lengths), valid).reshape(-1)
     return [
         EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
         for t, a in zip(batch, advantages, strict=True)
@@ -54,7 +56,7 @@ def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[A
 def batch_metrics(batch: Sequence[EndedTrajectory], group_size: int) -> dict[str, float]:
     """Metrics of a consumed batch, by name (see stores/metrics.py)."""
     rewards, valid = _rewards([e.trajectory for e in batch], group_size)
-    lengths = np.asarray([e.trajectory.num_sampled for e in batch])
+    sampled_lengths = np.asarray([e.trajectory.num_sampled for e in batch])
     turns = np.asarray([len(e.trajectory.turns) for e in batch])
     staleness = np.asarray([e.staleness for e in batch])
     part_values: dict[str, list[float]] = {}
@@ -68,9 +70,9 @@ def batch_metrics(batch: Sequence[EndedTrajectory], group_size: int) -> dict[str
         "reward_errors": float((~valid).sum()),
         "advantage_std": float(np.std([e.advantage for e in batch if e.loss_mask] or [0.0])),
         "groups_with_signal": float(has_signal(rewards, valid).mean()),
-        "response_tokens": float(lengths.sum()),
-        "response_mean": float(lengths.mean()),
-        "response_max": float(lengths.max()),
+        "response_tokens": float(sampled_lengths.sum()),
+        "response_mean": float(sampled_lengths.mean()),
+        "response_max": float(sampled_lengths.max()),
         "turns_mean": float(turns.mean()),
         "turns_max": float(turns.max()),
         "branches": float(sum(len(e.trajectory.branches) for e in batch)),

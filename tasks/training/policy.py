@@ -19,19 +19,21 @@ T = TypeVar("T")
 
 
 class Policy(Protocol):
-    """The policy that the Trainer actor trains and publishes. Each rank of a group has one. The same methods are called
-    on all of them, and only results of the leading rank are used."""
+    """The policy that the Trainer actor trains and publishes. Each rank of a group has one. `save` and `end_save`
+    are called on the leading rank only, the other methods on all; only results of the leading rank are used."""
 
     def wake(self) -> None:
-        """Move to the device, in turns. All methods but `begin_save`, `end_save`, `save` and `close` need it. A policy
-        that uses its device in turns is created asleep; others never sleep."""
+        """Move to the device, with cluster.layout = "turns", in which a policy is created asleep. Others never sleep.
+        All methods but `begin_save`, `end_save`, `save` and `close` need it."""
         ...
 
     def sleep(self) -> None:
-        """Free the device, in turns."""
+        """Free the device, with cluster.layout = "turns"."""
         ...
 
-    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        """Train on the rows of training step `step`. Returns metrics by name."""
+        ...
 
     def fine_tune(self, step: int) -> dict[str, float]:
         """Run step `step` of supervised fine-tuning. Returns metrics by name."""
@@ -42,11 +44,12 @@ class Policy(Protocol):
         TensorStream."""
         ...
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]: ...
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs, in nats, of the tokens after the first, each given those before it."""
+        ...
 
     def save(self, folder: Path, published: Path) -> None:
-        """Save weights for `from_pretrained`. published: the file in which they were published. Called on the leading
-        rank only."""
+        """Save weights for `from_pretrained`. published: the file in which they were published."""
         ...
 
     def begin_save(self, path: Path) -> None:
@@ -55,11 +58,13 @@ class Policy(Protocol):
         ...
 
     def end_save(self) -> None:
-        """Write the copied state, and raise the error of writing it. Called on the leading rank only, in
-        another thread than the other methods."""
+        """Write the copied state, and raise the error of writing it. May be called in another thread than the other
+        methods."""
         ...
 
-    def load_state(self, path: Path) -> None: ...
+    def load_state(self, path: Path) -> None:
+        """Continue from a state that `begin_save` and `end_save` wrote. path: as in `begin_save`."""
+        ...
 
     def close(self) -> None: ...
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,10 +16,10 @@ from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.runtime import environment_hosts
-from staleflow.pipeline.runtime.environment_hosts import FAILURE_WINDOW
+from staleflow.pipeline.runtime.environment_hosts import FAILURE_WINDOW, EnvironmentHosts
 from staleflow.stores.errors import ActorFailed, ActorLost, TooManyFailedEnvironments
-from staleflow.stores.trajectory import AbortReason, EnvSpan
-from staleflow.tasks.actors.environment_host import FAILED_BEFORE
+from staleflow.stores.trajectory import AbortReason, EnvSpan, TrajectoryId
+from staleflow.tasks.actors.environment_host import FAILED_BEFORE, EnvStepOutcome
 from staleflow.tasks.episodes.emulated_host import EmulatedEnvironments
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from tests.support.bodies import Body, Run
@@ -269,9 +270,23 @@ def test_episodes_lost_with_their_host_are_not_failures(body: Body, monkeypatch:
     assert AbortReason.ENVIRONMENT_FAILED not in {row.reason for row in run.store.ended()}
 
 
+def test_the_share_of_failures_is_that_of_ended_episodes(body: Body) -> None:
+    """Episodes that fail at their third step fail all the same. A share that equals the limit does not end the run."""
+    config = body.config(*AGENTS, "environment.max_failed_share=0.29")
+    hosts = EnvironmentHosts(config, cast(Any, None), lambda event: None)
+    step = EnvStepOutcome(trajectory=TrajectoryId(0), route_number=0)
+    ends, fails = replace(step, ended=True), replace(step, restart_reason="broken")
+    for outcome in [ends] * 71 + [step, step, fails] * 29:
+        hosts._check_failures(outcome)
+    with pytest.raises(
+        TooManyFailedEnvironments, match=r"30 of their latest 100 episodes.* allows 0\.29; last: broken"
+    ):
+        hosts._check_failures(fails)
+
+
 def test_environments_that_always_fail_end_the_run(body: Body) -> None:
     run = body.run(*AGENTS, "simulation.failed_step_share=1")
     error = run.raised()
     assert isinstance(error, TooManyFailedEnvironments)
-    assert f"environments failed in {FAILURE_WINDOW} of their latest {FAILURE_WINDOW} steps" in str(error)
+    assert f"environments failed in {FAILURE_WINDOW} of their latest {FAILURE_WINDOW} episodes" in str(error)
     run.check_kept()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, remaining_tokens
 from staleflow.tasks.emulation.workload import Turn
+from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from tests.simulator.test_simulator import COST, job, run
 
 AGENTS: dict[str, Any] = {
@@ -171,6 +174,22 @@ def test_env_tokens_count_toward_the_response_limit() -> None:
     assert max(step.longest_tokens for step in trace.steps) <= 60
     capped = run(agents(environment__max_turns=2), validate_every_event=True)
     assert capped.commands["StepEnvironment"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+
+
+def test_emulated_environments_end_an_episode_at_its_limits() -> None:
+    long = {"workload__turns": 9.0, "workload__fixed_turns": True, "workload__tool_s": 2.0,
+            "workload__tool_latency": "constant", "rollout__engine__time_scale": 1e4}  # fmt: skip
+
+    def steps(num_turns: int, **limits: Any) -> HostedStepResult:
+        settings = actor_settings.environment_settings(agents(**long, **limits))
+        environments = cast(EmulatedHostSettings, settings).build()
+        key = EpisodeKey(group=1)
+        return asyncio.run(environments.step(key, {}, [""] * num_turns, truncated=False))
+
+    assert not steps(2).ended and steps(2, environment__max_turns=2).ended
+    assert not steps(2, environment__episode_timeout_s=5.0).error
+    late = steps(3, environment__episode_timeout_s=5.0)
+    assert late.error == "step 3 takes 2 s, environment.episode_timeout_s = 5 s" and late.environment_s == 1.0
 
 
 def test_steps_wait_for_a_slot_when_concurrency_is_reached() -> None:

@@ -37,14 +37,14 @@ from staleflow.pipeline.stored_runs.cause_search import (
 )
 from staleflow.pipeline.stored_runs.repeated_steps import open_policy
 from staleflow.pipeline.stored_runs.training_changes import (
+    GROUPS_PER_LEFT_OUT,
     NUM_PAIRS,
-    PERTURBED_SHARE,
     Change,
     changed_settings,
-    conspicuous_rows,
+    changes_without_conspicuous_rows,
     control_changes,
     restore_settings,
-    settings_change,
+    undo_settings_change,
 )
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.reward_statistics import estimate, paired_difference
@@ -161,7 +161,7 @@ def test_search_names_rows_that_stand_out(column: str, value: int | str, label: 
     if column != "prompt":
         chosen &= np.arange(len(chosen)) % SIZE < 2
     table[column] = np.where(chosen, value, table[column])
-    candidates = conspicuous_rows(table, "step < 8", ["sums", "letters"])
+    candidates = changes_without_conspicuous_rows(table, "step < 8", ["sums", "letters"])
     result = find(table, 0, 8, candidates, leaving_out(table, lambda _: chosen))
     assert result.cause is not None and result.cause.rows == int(chosen.sum())
     assert result.cause.change.label == label and result.cause.change.where.startswith(where)
@@ -170,8 +170,18 @@ def test_search_names_rows_that_stand_out(column: str, value: int | str, label: 
 
 def test_no_rows_stand_out_where_all_are_alike() -> None:
     table = rows(range(8)) | {"staleness": np.zeros(8 * GROUPS * SIZE, int)}
-    assert conspicuous_rows(table, "step < 8") == []
-    assert conspicuous_rows(table | {"differs": np.ones(8 * GROUPS * SIZE, bool)}, "step < 8", ["sums"]) == []
+    assert changes_without_conspicuous_rows(table, "step < 8") == []
+    assert (
+        changes_without_conspicuous_rows(table | {"differs": np.ones(8 * GROUPS * SIZE, bool)}, "step < 8", ["sums"])
+        == []
+    )
+
+
+def test_rows_that_stand_out_in_two_ways_are_left_out_once() -> None:
+    few = np.arange(8 * GROUPS * SIZE) < 3
+    table = rows(range(8)) | {"staleness": 2 * few, "finish": np.where(few, "length", "stop")}
+    (change,) = changes_without_conspicuous_rows(table, "step < 8")
+    assert change.label == "without stale trajectories (staleness >= 2)"
 
 
 def test_rows_that_stand_out_are_divided_further_and_few_are_tried_before_many() -> None:
@@ -179,7 +189,7 @@ def test_rows_that_stand_out_are_divided_further_and_few_are_tried_before_many()
     table["finish"][table["group"] % 2 == 0] = "length"
     table["staleness"] = np.where(table["group"] % 4 == 0, 2, 1)
     training = leaving_out(table, lambda table: table["group"] == 20)
-    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), training)
+    result = find(table, 0, 8, changes_without_conspicuous_rows(table, "step < 8"), training)
     assert labels(result)[0] == "without stale trajectories (staleness >= 2)"
     assert not any("truncated" in trial.change.label for trial in result.trials)
     assert result.cause is not None and result.cause.rows == SIZE
@@ -193,7 +203,7 @@ def test_settings_of_before_a_resume_are_tried_first_and_divided() -> None:
     assert sorted(changed_settings(before, after)) == sorted(keys) and not changed_settings(after, after)
     restored = restore_settings(after, before, keys)
     assert changed_settings(before, restored) == [] and restored.rollout.instances == 3
-    change = settings_change(before, after, 4)
+    change = undo_settings_change(before, after, 4)
     training = Training(table, lambda change, _: "training.beta2" not in dict(change.settings))
     result = find(table, 0, 8, [change], training)
     assert result.cause is not None and result.cause.change.settings == (("training.beta2", "0.95"),)
@@ -212,7 +222,17 @@ def test_the_steps_of_a_schedule_are_a_setting_only_if_they_changed() -> None:
     changed = replace(longer, training=replace(longer.training, schedule_steps=20))
     assert changed_settings(cosine, changed) == ["training.schedule_steps"]
     assert restore_settings(changed, cosine, ["training.schedule_steps"]).training.schedule_steps == 10
-    assert dict(settings_change(cosine, changed, 5).settings) == {"training.schedule_steps": "10"}
+    assert dict(undo_settings_change(cosine, changed, 5).settings) == {"training.schedule_steps": "10"}
+    assert changed_settings(constant, cosine) == ["training.schedule"] == changed_settings(cosine, constant)
+    keys = changed_settings(cosine, replace(constant, steps=20))
+    assert restore_settings(replace(constant, steps=20), cosine, keys).training.schedule_steps == 10
+
+
+def test_the_number_format_of_a_model_is_a_setting_and_the_measured_rows_are_none() -> None:
+    before = RunConfig()
+    measured = replace(before, training=replace(before.training, measured_rows=3))
+    assert changed_settings(before, measured) == []
+    assert changed_settings(before, replace(before, model=replace(before.model, dtype="bfloat16"))) == ["model.dtype"]
 
 
 def test_a_part_of_the_reward_is_the_cause_if_no_fewer_rows_are() -> None:
@@ -299,13 +319,13 @@ def test_rows_that_stand_out_are_confirmed_before_they_are_divided() -> None:
     table = rows(range(8))
     table["staleness"] = np.where(table["group"] % 4 == 0, 2, 1)
     training = leaving_out(table, lambda table: table["group"] == 20)
-    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), training)
+    result = find(table, 0, 8, changes_without_conspicuous_rows(table, "step < 8"), training)
     assert result.trials[0].rows == 12 * SIZE and result.trials[0].prevents
     assert result.cause is not None and result.cause.rows < 12 * SIZE
     assert training.calls == len(result.trials) + 4 * NUM_PAIRS <= MAX_TRAININGS
     stale = table["staleness"] == 2
     everything = leaving_out(table, lambda _: stale)
-    result = find(table, 0, 8, conspicuous_rows(table, "step < 8"), everything)
+    result = find(table, 0, 8, changes_without_conspicuous_rows(table, "step < 8"), everything)
     assert result.cause is not None and result.cause.change.where == "staleness >= 2 and step < 8"
     assert everything.calls == len(result.trials) + 2 * NUM_PAIRS and len(result.trials) == 3
 
@@ -335,7 +355,7 @@ def test_a_control_leaves_out_as_many_rows_and_as_large_gradients_as_the_change(
     assert len(pairs) == NUM_PAIRS == len({control.where for control, _ in pairs})
     for control, repeat in pairs:
         left_out, also = (Selection(change.where).mask(table) for change in (control, repeat))
-        few = -(-(48 - groups or 48) // PERTURBED_SHARE) * SIZE
+        few = -(-(48 - groups or 48) // GROUPS_PER_LEFT_OUT) * SIZE
         assert also[rows_of_cause].all() and also.sum() - rows_of_cause.sum() in (few, 0)
         assert not (left_out & rows_of_cause).any() or groups > 16
         assert left_out.sum() >= min(also.sum(), len(also) - 6 * SIZE)
@@ -360,7 +380,7 @@ def test_a_change_leaves_groups_that_train_something() -> None:
     table["advantage"][table["group"] >= 2 * GROUPS] = 0.0
     table["finish"][table["group"] < 2 * GROUPS] = "length"
     training = Training(table, lambda _, removed: bool((table["advantage"][~removed] != 0).any()))
-    result = find(table, 0, 4, conspicuous_rows(table, "step >= 0 and step < 4"), training)
+    result = find(table, 0, 4, changes_without_conspicuous_rows(table, "step >= 0 and step < 4"), training)
     assert result.cause is None and not result.controls
 
 
@@ -382,7 +402,7 @@ def test_harm_in_all_rows_has_no_cause(slope: float) -> None:
 def test_groups_with_outstanding_gradients_stand_out() -> None:
     table = rows(range(8))
     table["advantage"] = np.where(table["group"] == 9, -1000.0, table["advantage"])
-    (change,) = [c for c in conspicuous_rows(table, "step < 8") if "gradients" in c.label]
+    (change,) = [c for c in changes_without_conspicuous_rows(table, "step < 8") if "gradients" in c.label]
     assert change == Change(label="without groups with outstanding gradients", where="group == 9")
 
 

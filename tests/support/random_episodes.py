@@ -179,7 +179,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
         commit_s=60.0,
-        prompts=prompts, reward="none", group_size=1, members_started_per_group=1, advantage=DrGrpo(),
+        prompts=prompts, reward_settings="none", group_size=1, members_started_per_group=1, advantage=DrGrpo(),
         overlong=Overlong(ramp_tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header, max_turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip

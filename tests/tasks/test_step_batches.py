@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.pipeline.config import actor_settings
+from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -29,6 +30,7 @@ from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training import microbatches as microbatches_module
+from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import MAX_LAG, ROW_BYTES, BatchMessage, Row, microbatches
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from tests.stores.store_conformance import HEADER
@@ -213,3 +215,19 @@ def test_a_batch_larger_than_a_message_is_fetched_in_parts(tmp_path: Path, monke
     firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]
     assert len(firsts) > run.config.steps
     assert firsts.count(0) == run.config.steps
+
+
+def test_a_share_of_failed_responses_at_the_limit_is_allowed() -> None:
+    row = consumed_rows_of([(3, [2])])[0].trajectory
+    batch = [replace(row, error="it failed")] * 29 + [replace(row, error="")] * 71
+    check_batch(1, batch, 100, 0.29, "reward.function = 'f'")
+    with pytest.raises(ConfigError, match=r"reward.function = 'f': failed on 29 of 100 .* = 0.28\)"):
+        check_batch(1, batch, 100, 0.28, "reward.function = 'f'")
+
+
+@pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1), (0,)])
+def test_a_batch_consists_of_whole_groups_each_in_one_block(groups: tuple[int, ...]) -> None:
+    row = replace(consumed_rows_of([(3, [2])])[0].trajectory, error="")
+    check_batch(1, [replace(row, group=GroupId(g)) for g in (0, 0, 1, 1)], 2, 0.5, "")
+    with pytest.raises(ProtocolViolation, match="whole groups"):
+        check_batch(1, [replace(row, group=GroupId(g)) for g in groups], 2, 0.5, "")
