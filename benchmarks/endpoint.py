@@ -199,7 +199,7 @@ def identity(model: str, quick: bool) -> None:
         ))  # fmt: skip
         asyncio.run(execute(config, RunListener()))
         store = VersionedStore.open(config.run_dir / "store")
-        held = {turn for row in store.ended() for turn in stored_turns(row.trajectory)}
+        held = {turn for row in store.trajectories() for turn in stored_turns(row.trajectory)}
         heard = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]
         told = [_told(answer) for _, answer in heard]
         prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None).build()

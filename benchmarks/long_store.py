@@ -24,7 +24,7 @@ import numpy as np
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.trajectories.records import LedgerState, StepRecord, batch_fingerprint, id_ranges
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, batch_fingerprint, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -96,7 +96,7 @@ def make_store(config: RunConfig) -> tuple[float, float]:
         started += len(rows)
         consumed, aborted = consumed + len(batch), aborted + dropped
         counts = {"consumed:none": consumed, "aborted:surplus_group": aborted}
-        record = StepRecord(
+        record = CommitRecord(
             kind="step", step=step,
             ledger=LedgerState(
                 num_started=started + LIVE, num_ended=counts, live=id_ranges(range(started, started + LIVE)),

@@ -76,7 +76,7 @@ def figures(summary: dict[str, Any], config: RunConfig) -> dict[str, Any]:
     """The columns of one run, means over its steps, and its rewards by step."""
     store = VersionedStore.open(config.run_dir / "store")
     steps = [record.metrics for record in store.commits() if record.kind == "step"]
-    columns = store.columns()
+    columns = store.displayed_columns()
     trained = columns["fate"] == Fate.CONSUMED.value
     return {
         "mixed": float((columns["v_min"] != columns["v_max"])[trained].mean()),
@@ -94,7 +94,7 @@ def logprob_distance(store: VersionedStore, config: RunConfig) -> dict[str, Any]
     import torch
 
     model = load_model(config.model.path, "float32", "cpu", "sdpa")
-    trained = [row.trajectory for row in store.ended() if row.fate is Fate.CONSUMED]
+    trained = [row.trajectory for row in store.trajectories() if row.fate is Fate.CONSUMED]
     distances: list[float] = []
     points = ResumePoints(config.run_dir / "resume")
     for version in points.complete_versions():

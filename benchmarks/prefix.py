@@ -114,7 +114,7 @@ def counted(engine: str, kv_tokens: int, steps: int, folder: Path, *, affinity: 
     config = agentic.job(own, agentic.SMALL if small else {}, base=JOB)
     engines = asyncio.run(loads(config))
     prefilled, cached = (sum(getattr(e, key) for e in engines) for key in ("prefilled_tokens", "cached_tokens"))
-    rows = [row.trajectory for row in VersionedStore.open(config.run_dir / "store").ended()]
+    rows = [row.trajectory for row in VersionedStore.open(config.run_dir / "store").trajectories()]
     new = sum(len(t.prompt_tokens) for t in rows)
     new += sum(len(span.tokens) for t in rows for span in t.spans if isinstance(span, EnvSpan))
     return {

@@ -24,7 +24,7 @@ from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_f
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.stored_runs import reward_rescoring
 from staleflow.pipeline.stored_runs.pool import open_pool
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -67,7 +67,7 @@ def make_store(config: RunConfig, count: int) -> None:
             )  # fmt: skip
             rows.append(EndedTrajectory(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
         ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step + 1, version=step)
-        store.commit(StepRecord(kind="step", step=step, ledger=ledger), rows)
+        store.commit(CommitRecord(kind="step", step=step, ledger=ledger), rows)
 
 
 def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
@@ -78,7 +78,7 @@ def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
         config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
     ).build()
     begin = time.perf_counter()
-    for row in VersionedStore.open(config.run_dir / "store").ended():
+    for row in VersionedStore.open(config.run_dir / "store").trajectories():
         text = prompts.text(row.trajectory.response_tokens.tolist())
         reward(extract_answer(config.task.answer_pattern, text), prompts.task(int(row.trajectory.group)).record)
     end = time.perf_counter()

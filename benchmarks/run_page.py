@@ -24,7 +24,7 @@ import numpy as np
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -74,7 +74,7 @@ def make_run(folder: Path, count: int, groups: int, size: int) -> RunConfig:
         ended = {"consumed:none": (step + 1) * groups * size}
         ledger = LedgerState(num_started=0, num_ended=ended, live=(), next_step=step + 1, version=step)
         metrics = {"reward": float(rng.random()), "elapsed_s": step + 1.0, "response_tokens": float(TOKENS)}
-        store.commit(StepRecord(kind="step", step=step, ledger=ledger, metrics=metrics), rows)
+        store.commit(CommitRecord(kind="step", step=step, ledger=ledger, metrics=metrics), rows)
     return config
 
 

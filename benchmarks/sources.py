@@ -101,7 +101,7 @@ def shares(run_dir: Path) -> list[str]:
     findings: list[str] = []
     config = load(run_dir / "config.toml")
     store = VersionedStore.open(run_dir / "store")
-    table = store.columns()
+    table = store.displayed_columns()
     fates = {int(g): (s, f) for g, s, f in zip(table["group"], table["source"], table["fate"], strict=True)}
     trained = Counter(s for s, fate in {g: v for g, v in fates.items() if v[1] == "consumed"}.values())
     drawn = Counter(source for source, _ in fates.values())

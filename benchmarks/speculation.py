@@ -128,7 +128,7 @@ def stored_prompts(run: Path, count: int) -> list[tuple[int, ...]]:
     store = VersionedStore.open(run / "store")
     results: dict[tuple[int, ...], None] = {}
     for step in reversed(range(store.summary().num_steps)):
-        results |= dict.fromkeys(tuple(row.trajectory.prompt_tokens.tolist()) for row in store.ended(step))
+        results |= dict.fromkeys(tuple(row.trajectory.prompt_tokens.tolist()) for row in store.trajectories(step))
         if len(results) >= count:
             break
     return list(results)[:count]

@@ -70,7 +70,7 @@ def figures(store: VersionedStore) -> dict[str, Any]:
         "elapsed_s": [m["elapsed_s"] for m in steps],
         "reward": [m["reward"] for m in steps],
         "tokens_per_s": sum(m["response_tokens"] for m in steps) / steps[-1]["elapsed_s"],
-        **lags(store.columns()),
+        **lags(store.displayed_columns()),
     }
 
 

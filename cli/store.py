@@ -75,8 +75,8 @@ def _row(run: Run) -> dict[str, Any]:
         "run": run.source,
         "steps": summary.num_steps,
         "trajectories": summary.num_rows,
-        "reward": summary.last_trained.metrics.get("reward") if summary.last_trained is not None else None,
-        "state": "ended" if summary.ended else "unfinished",
+        "reward": summary.last_step.metrics.get("reward") if summary.last_step is not None else None,
+        "state": "ended" if summary.has_ended else "unfinished",
     }
 
 

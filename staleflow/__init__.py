@@ -76,9 +76,9 @@ if TYPE_CHECKING:
     from staleflow.stores.errors import ProtocolViolation as ProtocolViolation
     from staleflow.stores.errors import StaleflowError as StaleflowError
     from staleflow.stores.errors import StoreError as StoreError
-    from staleflow.stores.trajectories.reader import Summary as Summary
+    from staleflow.stores.trajectories.reader import StoreSummary as StoreSummary
+    from staleflow.stores.trajectories.records import CommitRecord as CommitRecord
     from staleflow.stores.trajectories.records import LedgerState as LedgerState
-    from staleflow.stores.trajectories.records import StepRecord as StepRecord
     from staleflow.tasks.engines.base import Engine as Engine
     from staleflow.tasks.engines.engine_settings import EngineSettings as EngineSettings
     from staleflow.tasks.environments.coroutine_environments import AgentTask as AgentTask
@@ -129,8 +129,8 @@ _NAMES = {
     "stores.auditing.drop_bias": "DropBias",
     "stores.auditing.findings": "Finding",
     "stores.errors": "ActorLost ConfigError JobFailed ProtocolViolation StaleflowError StoreError",
-    "stores.trajectories.reader": "Summary",
-    "stores.trajectories.records": "LedgerState StepRecord",
+    "stores.trajectories.reader": "StoreSummary",
+    "stores.trajectories.records": "LedgerState CommitRecord",
     "tasks.engines.base": "Engine",
     "tasks.engines.engine_settings": "EngineSettings",
     "tasks.environments.coroutine_environments": "AgentTask EpisodeTruncated Session",

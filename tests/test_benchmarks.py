@@ -130,8 +130,8 @@ def test_time_to_quality_uses_the_smoothed_reward() -> None:
 def test_the_lag_is_read_from_the_store(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "name=lag", "steps=6", "staleness.eta=2")
     store = VersionedStore.open(run / "store")
-    result = time_to_quality.lags(store.columns())
-    staleness = [row.staleness for row in store.ended() if row.fate is Fate.CONSUMED]
+    result = time_to_quality.lags(store.displayed_columns())
+    staleness = [row.staleness for row in store.trajectories() if row.fate is Fate.CONSUMED]
     assert result["lag"] == pytest.approx(sum(staleness) / len(staleness))
     assert result["lag"] > 0
     assert [sum(result["inter"]), sum(result["intra"])] == pytest.approx([1.0, 1.0], abs=1e-3)

@@ -141,7 +141,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
             case _:
                 pass
     store = VersionedStore.open(run_dir / "store")
-    stored = {int(row.trajectory.id): row.trajectory for row in store.ended()}
+    stored = {int(row.trajectory.id): row.trajectory for row in store.trajectories()}
     last = store.commits(-1)[0].ledger
     live = {t for a, b in last.live for t in range(a, b)} | {t for t in streams if t >= last.num_started}
     counts: Counter[str] = Counter()
@@ -205,7 +205,7 @@ def _members(store: VersionedStore) -> Iterator[str]:
     """Groups that were trained on without all their members, or of which members are not in the store."""
     header = store.header
     of_group: dict[int, list[Fate]] = defaultdict(list)
-    for row in store.ended():
+    for row in store.trajectories():
         of_group[int(row.trajectory.group)].append(row.fate)
     trained = {group: fates for group, fates in of_group.items() if Fate.CONSUMED in fates}
     short = [group for group, fates in trained.items() if fates.count(Fate.CONSUMED) != header.group_size]

@@ -71,7 +71,7 @@ def prompts(run_dir: Path) -> Prompts:
     record, left = None, 0
     fates: dict[int, Counter[str]] = defaultdict(Counter)
     wrong: set[int] = set()
-    for row in store.ended():
+    for row in store.trajectories():
         while left == 0:
             record = next(records)
             left = record.num_rows

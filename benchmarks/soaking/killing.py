@@ -104,7 +104,7 @@ def _hows(run_dir: Path) -> dict[int, str]:
     store = VersionedStore.open(run_dir / "store")
     kinds = [record.kind for record in store.commits() for _ in range(record.num_rows)]
     hows = {}
-    for kind, row in zip(kinds, store.ended(), strict=True):
+    for kind, row in zip(kinds, store.trajectories(), strict=True):
         given_up = row.reason is AbortReason.RUN_ENDED and kind != "end"
         hows[int(row.trajectory.id)] = f"given up at a {kind}" if given_up else ""
     return hows

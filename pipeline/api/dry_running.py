@@ -101,7 +101,7 @@ def dry_run_result(run_dir: Path) -> DryRunResult:
     """Read the results of a dry run from its store, and audit it. Raises StoreError."""
     store = VersionedStore.open(run_dir / "store")
     audit_result = audit(store)
-    scored_trajectories = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]
+    scored_trajectories = [row.trajectory for row in store.trajectories() if row.trajectory.timings.rewarded_s]
     errors = Counter(t.error for t in scored_trajectories if t.error)
     rewards = [t.reward for t in scored_trajectories if not t.error]
     prompt_lengths = [len(t.prompt_tokens) for t in scored_trajectories]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from staleflow.pipeline.runtime.evaluation_results import Evaluation
     from staleflow.pipeline.stored_runs.stored_trajectories import ConsumedBatch, StoredTrajectory
     from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
-    from staleflow.stores.trajectories.reader import Summary
-    from staleflow.stores.trajectories.records import StepRecord
+    from staleflow.stores.trajectories.reader import StoreSummary
+    from staleflow.stores.trajectories.records import CommitRecord
     from staleflow.stores.trajectories.versioned import VersionedStore
 
 MAIN = "main"
@@ -93,7 +93,7 @@ class RunData:
     def finished(self) -> bool:
         """Whether the run's end is stored: it has done all steps, or was stopped regularly."""
         summary = self.summary()
-        return summary is not None and summary.ended
+        return summary is not None and summary.has_ended
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -111,18 +111,18 @@ class RunData:
         """Id of the store's current snapshot."""
         return self._store().snapshot
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> StoreSummary | None:
         """Progress of the run: number of steps, trajectories and tokens, and its latest commit. None before the run has
         a store."""
         return self._store().summary() if self._has_store() else None
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[StepRecord]:
+    def steps(self) -> list[CommitRecord]:
         """The training steps, oldest first: metrics and fingerprints of each. Reads no trajectory."""
         return [record for record in self.commits() if record.kind == "step"]
 
-    def commits(self) -> list[StepRecord]:
+    def commits(self) -> list[CommitRecord]:
         """All commits, oldest first: training steps, resumes, and ends of the run. Empty if nothing is stored yet."""
         return self._store().commits() if self._has_store() else []
 
@@ -295,10 +295,12 @@ def _step_condition(where: str, step: int | None) -> str:
     return f"({where}) and {condition}" if where else condition
 
 
-def make_display_facts(branch: str, at_step: int | None, summary: Summary | None, *, is_live: bool) -> dict[str, str]:
+def make_display_facts(
+    branch: str, at_step: int | None, summary: StoreSummary | None, *, is_live: bool
+) -> dict[str, str]:
     """The displayed facts of a run, by name, in display order. summary: None before the run has a store."""
-    has_ended = summary is not None and summary.ended
-    last_record = None if summary is None else summary.last_trained
+    has_ended = summary is not None and summary.has_ended
+    last_record = None if summary is None else summary.last_step
     reward = None if last_record is None else last_record.metrics.get("reward")
     return {
         "branch": branch,

@@ -427,7 +427,7 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     store = VersionedStore.open(run / "store")
-    table = store.columns()
+    table = store.displayed_columns()
     # Only rows that were trained on have a staleness of 0 or more.
     trained_or_filtered = np.flatnonzero((table["staleness"] >= 0) | (table["fate"] == Fate.FILTERED.value))
     groups: dict[int, list[int]] = {}
@@ -451,7 +451,7 @@ def _recorded_turns(
     group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
     positions = sorted(group_member_of_row)  # near rows are read together
     turns_by_trajectory = {}
-    for position, row in zip(positions, store.at_positions(positions), strict=True):
+    for position, row in zip(positions, store.trajectories_at(positions), strict=True):
         turns: list[Turn] = []
         for span in row.trajectory.spans if isinstance(row, EndedTrajectory) else ():
             turn = turns[-1] if turns else Turn(0)

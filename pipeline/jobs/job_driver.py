@@ -134,7 +134,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
         has_store = (config.run_dir / "store").exists()
         stored_run = VersionedStore.open(config.run_dir / "store").summary() if has_store else None
         num_steps = 0 if stored_run is None else stored_run.num_steps
-        if stored_run is not None and stored_run.ended and num_steps >= config.steps:
+        if stored_run is not None and stored_run.has_ended and num_steps >= config.steps:
             return "done", ""
         if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop

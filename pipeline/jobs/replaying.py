@@ -12,7 +12,7 @@ from staleflow.pipeline.coordination.events import RunResumed, StopRequested
 from staleflow.pipeline.coordination.journal import JournalEntry, recorded_starts
 from staleflow.pipeline.recovery.run_folder import load_job, require_run
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.reader import Summary
+from staleflow.stores.trajectories.reader import StoreSummary
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import TrajectoryId
 
@@ -102,12 +102,12 @@ class _Coverage:
                 self.resumed_from = entry.event.step
             yield entry
 
-    def explain_missing(self, summary: Summary | None) -> str:
+    def explain_missing(self, summary: StoreSummary | None) -> str:
         """Explain which part of the store the journals do not cover; empty if they cover everything."""
-        if summary is None or summary.last is None:
+        if summary is None or summary.last_commit is None:
             return ""
         if summary.num_steps > self.version:
             return f"the journal ends at version {self.version}, {summary.num_steps} steps are stored"
-        if summary.ended and self.ended_at < summary.last.ledger.version:
+        if summary.has_ended and self.ended_at < summary.last_commit.ledger.version:
             return f"the journal ends at version {self.version}, before the end of the run that is stored"
         return ""

@@ -69,7 +69,7 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
     weights = WeightCounts()
     if (run_dir / "store").exists():  # missing if the run was stopped while its actors started
         store = VersionedStore.open(run_dir / "store")
-        table = store.table()
+        table = store.stored_columns()
         bias = bias_report(store)
         weights = WeightChecks(store.commits()).counts()
         staleness.update(int(s) for s in table["staleness"] if s >= 0)

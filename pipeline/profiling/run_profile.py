@@ -96,7 +96,7 @@ def read_train_times(run_dir: Path) -> list[tuple[float, float]]:
     if not (run_dir / "store").exists():
         return []
     store = VersionedStore.open(run_dir / "store")
-    table = store.columns(names=("step", "staleness", "prompt_tokens", "response_tokens", "given_tokens"))
+    table = store.displayed_columns(names=("step", "staleness", "prompt_tokens", "response_tokens", "given_tokens"))
     tokens = table["prompt_tokens"] + table["response_tokens"] + table["given_tokens"]
     return [
         (

@@ -97,7 +97,7 @@ def resume_version(config: RunConfig) -> PolicyVersion:
     check_header(config, store.header)
     summary = store.summary()
     num_trained = summary.num_steps
-    if num_trained > config.steps or (num_trained == config.steps and summary.ended):
+    if num_trained > config.steps or (num_trained == config.steps and summary.has_ended):
         raise ConfigError(
             f"{run_dir}: all {num_trained} steps are trained; set steps=N with a larger N to train further"
         )

@@ -105,7 +105,7 @@ class RunApi:
             snapshot = self._other.read_snapshot() if self._other else None
             return series(snapshot.records if snapshot else (), max(0, first))
         snapshot = self._require_snapshot(branch)
-        if after and not snapshot.store.follows(after):
+        if after and not snapshot.store.is_at_or_after(after):
             return {"reload": True}
         return {
             "snapshot": snapshot.store.snapshot,
@@ -201,7 +201,7 @@ class RunApi:
         matching_mask = listing.selection_mask(snapshot.columns, where)
         positions_by_group = listing.members(snapshot.columns, ids)
         all_positions = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
-        rows = dict(zip(all_positions, snapshot.store.at_positions(all_positions), strict=True))
+        rows = dict(zip(all_positions, snapshot.store.trajectories_at(all_positions), strict=True))
         limit = min(MAX_TEXT_CHARACTERS, max(EXCERPT, MAX_PAGE_CHARACTERS // max(1, len(rows))))
         groups = []
         for id, positions in positions_by_group.items():
@@ -273,7 +273,7 @@ class RunApi:
         snapshot, numbers = self._require_snapshot(branch), re.findall(r"\d{1,18}", ids)[: listing.ROWS_PER_PAGE]
         positions = sorted(snapshot.position(int(id)) for id in numbers)  # near ones are read together
         texts_by_trajectory = {}
-        for row in snapshot.store.at_positions(positions):
+        for row in snapshot.store.trajectories_at(positions):
             if isinstance(row, UnreadableRow):
                 texts_by_trajectory[int(row.trajectory)] = {"damaged": row.error}
                 continue
@@ -299,7 +299,7 @@ class RunApi:
         """One trajectory with its tokens, the ids of its group's other members, and its marks in the journal."""
         snapshot = self._require_snapshot(branch)
         position = snapshot.position(id)
-        (row,) = snapshot.store.at_positions([position])
+        (row,) = snapshot.store.trajectories_at([position])
         columns = snapshot.columns
         siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, Metric, with_rates
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import Fate
 
 
@@ -98,7 +98,7 @@ SOURCE_CHART_TITLES = {"reward": "reward by task", "trained_share": "trained gro
 """Titles of the charts with a line for each of several task sources, by the end of their metrics' names."""
 
 
-def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[Chart]:
+def charts(records: Sequence[CommitRecord], sources: Sequence[str] = ()) -> list[Chart]:
     """The charts that apply to a run with these step records. sources: names of its task sources, if it has several."""
     many_turns = any_many_turns(records)
     of_tasks = [
@@ -114,12 +114,12 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
     return [first, *of_tasks, *others]
 
 
-def any_many_turns(records: Sequence[StepRecord]) -> bool:
+def any_many_turns(records: Sequence[CommitRecord]) -> bool:
     """Whether any of these steps trained on a trajectory with several turns."""
     return any(r.metrics.get("turns_max", 0) > 1 for r in records)
 
 
-def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
+def series(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
     """Values of the charts for the training steps from index `first` on.
 
     Returns {"step": [S], "lines": {metric: [S]}, "drops": {"fate: reason": [S]}}. A value is None where a step has no

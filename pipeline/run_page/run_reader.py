@@ -32,7 +32,7 @@ from staleflow.pipeline.stored_runs.response_texts import make_display_detokeniz
 from staleflow.stores.auditing.drop_bias import compute_bias
 from staleflow.stores.auditing.weight_counts import WeightChecks
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, IdDetokenizer
@@ -48,7 +48,7 @@ READ_AT_ONCE = 16 * 2**20
 class StoredSnapshot:
     """One snapshot of a run's store. Columns are read on first use. Thread-safe."""
 
-    def __init__(self, store: VersionedStore, branch: str, records: list[StepRecord]) -> None:
+    def __init__(self, store: VersionedStore, branch: str, records: list[CommitRecord]) -> None:
         self.store = store
         self.branch = branch
         self.records = records
@@ -56,7 +56,7 @@ class StoredSnapshot:
         self._lock = threading.Lock()
 
     @property
-    def steps(self) -> list[StepRecord]:
+    def steps(self) -> list[CommitRecord]:
         """The training steps, oldest first."""
         return [r for r in self.records if r.kind == "step"]
 
@@ -74,7 +74,7 @@ class StoredSnapshot:
 
     @cached_property
     def _columns(self) -> dict[str, npt.NDArray[Any]]:
-        return self.store.columns()
+        return self.store.displayed_columns()
 
     @cached_property
     def bias(self) -> list[str]:
@@ -190,7 +190,9 @@ class RunReader:
             store = VersionedStore.open_pinned(path, branch)
             snapshot = self._snapshots.pop(branch, None)
             if snapshot is None or snapshot.store.snapshot != store.snapshot:
-                records = snapshot.records if snapshot is not None and store.follows(snapshot.store.snapshot) else []
+                records = (
+                    snapshot.records if snapshot is not None and store.is_at_or_after(snapshot.store.snapshot) else []
+                )
                 snapshot = StoredSnapshot(store, branch, [*records, *store.commits(len(records))])
             self._snapshots[branch] = snapshot
             while len(self._snapshots) > MAX_CACHED_BRANCHES:

@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorFailed, ActorLost
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.weights.retention import NUM_LATEST_KEPT
 
 MAX_UNCOMMITTED = NUM_LATEST_KEPT - 1
@@ -41,14 +41,14 @@ class CommitQueue:
         self,
         actors: Actors,
         deadlines: DeadlineConfig,
-        on_commit: Callable[[StepRecord, dict[str, float]], None],
+        on_commit: Callable[[CommitRecord, dict[str, float]], None],
         report: Callable[[str], None],
     ) -> None:
         self._actors = actors
         self._deadlines = deadlines
         self._on_commit = on_commit
         self._report = report
-        self._queue: asyncio.Queue[Discard | StepRecord] = asyncio.Queue()
+        self._queue: asyncio.Queue[Discard | CommitRecord] = asyncio.Queue()
         self._num_uncommitted = 0
         self._has_capacity = asyncio.Event()
         self._has_capacity.set()
@@ -58,9 +58,9 @@ class CommitQueue:
         """Whether the next training step must wait for a commit."""
         return not self._has_capacity.is_set()
 
-    def put(self, item: Discard | StepRecord) -> None:
+    def put(self, item: Discard | CommitRecord) -> None:
         """Queue discarded trajectories, or a record to commit."""
-        if isinstance(item, StepRecord):
+        if isinstance(item, CommitRecord):
             self._change_uncommitted(+1)
         self._queue.put_nowait(item)
 
@@ -90,7 +90,7 @@ class CommitQueue:
         else:
             self._has_capacity.clear()
 
-    async def _commit(self, record: StepRecord) -> dict[str, float]:
+    async def _commit(self, record: CommitRecord) -> dict[str, float]:
         slow_report = asyncio.ensure_future(self._report_slow(record))
         try:
             metrics: dict[str, float] = await self._actors.ask("server", "commit", record, deadline="commit_s")
@@ -98,7 +98,7 @@ class CommitQueue:
         finally:
             slow_report.cancel()
 
-    async def _report_slow(self, record: StepRecord) -> None:
+    async def _report_slow(self, record: CommitRecord) -> None:
         """Report a slow commit every deadlines.call_s, and at once when the store's bucket fails or recovers."""
         call_s, outage, started_s = self._deadlines.call_s, "", now_s()
         reported_s = started_s

@@ -54,7 +54,7 @@ from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.pipeline.runtime.step_records import StepRecords
 from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
 from staleflow.stores.metrics import with_rate
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.server_messages import RecoverableWork, RecoveredWork
@@ -409,7 +409,7 @@ class Driver:
         run's start is not stored: it ends the run."""
         self._commit_queue.put(self._step_records.make_record("refusal"))
 
-    def _on_commit(self, record: StepRecord, metrics: dict[str, float]) -> None:
+    def _on_commit(self, record: CommitRecord, metrics: dict[str, float]) -> None:
         """Report a committed step to the listener. metrics: metrics of its batch from the trajectory server."""
         if record.kind == "step":
             step_metrics = {"step": float(record.step), **record.metrics, **metrics}

@@ -13,7 +13,7 @@ from typing import Literal
 
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectory import outcome_key
 from staleflow.tasks.actors.trainer import PublishedStep
 
@@ -33,7 +33,7 @@ class StepRecords:
         self._stored_inputs: dict[str, str] = {}
         """The latest inputs that a step's record contains."""
 
-    def make_step_record(self, published_step: PublishedStep) -> StepRecord:
+    def make_step_record(self, published_step: PublishedStep) -> CommitRecord:
         """Build the record of a finished step, with the current ledger. Adds metrics to those of the step."""
         metrics = published_step.metrics
         if self._actors.verification.probe:  # else no logprobs were compared
@@ -45,7 +45,7 @@ class StepRecords:
             self._alarms.append(alarm)
             logger.error(alarm)
         inputs = {**self.weight_inputs, "numerics": published_step.numerics}
-        record = StepRecord(
+        record = CommitRecord(
             kind="step",
             step=published_step.version - 1,
             ledger=self._ledger_state(),
@@ -57,9 +57,9 @@ class StepRecords:
         self._stored_inputs = inputs
         return record
 
-    def make_record(self, kind: Literal["refusal", "end"]) -> StepRecord:
+    def make_record(self, kind: Literal["refusal", "end"]) -> CommitRecord:
         """Build the record of an instance that has refused weights, or of the run's end."""
-        return StepRecord(
+        return CommitRecord(
             kind=kind,
             step=self._coordinator.ledger.next_step,
             ledger=self._ledger_state(),

@@ -243,11 +243,11 @@ class _RepeatedTraining:
         self._plan, self._store, self._folder = plan, store, folder
         self._context = inspect_model(plan.offline.config).context_length
         self._published_fingerprints = {r.step + 1: r.weight_fingerprint for r in store.commits() if r.kind == "step"}
-        self._columns = store.table()
+        self._columns = store.stored_columns()
         self._trained_mask: Mask = self._columns["fate"] == FATES.index(Fate.CONSUMED)
         step = self._columns["step"]
         self._window_mask: Mask = self._trained_mask & (step >= plan.since) & (step < plan.at)
-        self.table = {name: v[self._window_mask] for name, v in store.columns(names=WINDOW_COLUMNS).items()}
+        self.table = {name: v[self._window_mask] for name, v in store.displayed_columns(names=WINDOW_COLUMNS).items()}
         """Columns of the rows that the repeated steps trained on."""
         self._part_rewards: dict[str, npt.NDArray[np.float32]] = {}
         """[R] what each part of the reward, times its weight, has added to the reward of each row."""
@@ -307,7 +307,7 @@ class _RepeatedTraining:
         """[R] which rows a change leaves out, and [R] the rewards of the others."""
         removed, rewards = np.zeros(len(self._trained_mask), bool), self._columns["reward"]
         if change.where:
-            removed = self._trained_mask & Selection(change.where).mask(self._store.columns())
+            removed = self._trained_mask & Selection(change.where).mask(self._store.displayed_columns())
         if change.reward_part:
             rewards = rewards - self._part_rewards[change.reward_part]
         return removed, rewards

@@ -51,7 +51,7 @@ def compare_branches(run_dir: Path, first: str, second: str) -> BranchDifference
     if first == second:
         raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
     first_store, second_store = (VersionedStore.open(path, branch=name) for name in (first, second))
-    tables = first_store.table(), second_store.table()
+    tables = first_store.stored_columns(), second_store.stored_columns()
     count = _num_common_rows(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
     (positions,) = np.nonzero(table["fate"] == FATES.index(Fate.CONSUMED))

@@ -123,7 +123,7 @@ def recompute(
         ConfigError: Before anything is computed.
     """
     settings, store, mask = _select_rows(run_dir, model, branch, where)
-    path, columns = store.path, store.columns()
+    path, columns = store.path, store.displayed_columns()
     count = len(mask)
     sums = np.zeros(count, SUMS)
     errors: dict[int, str] = {}
@@ -176,7 +176,7 @@ def _select_rows(
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     if branch:
         derived_branches.check_branch_name(path, branch)
-    columns = store.columns()
+    columns = store.displayed_columns()
     mask = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
     if not config.emulated:
         _check_model(model, store)
@@ -191,7 +191,7 @@ def _check_model(model: str, store: VersionedStore) -> None:
         return
     check_files(folder, subject)
     count = read_architecture(folder, subject).get("vocab_size")
-    rows = store.rows(0, min(MODEL_ROWS, store.summary().num_rows))
+    rows = store.trajectories_in_range(0, min(MODEL_ROWS, store.summary().num_rows))
     largest_token = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
     if isinstance(count, int) and largest_token >= count:
         raise ConfigError(
@@ -279,7 +279,7 @@ def compute_block(
     keep_logprobs: bool,
 ) -> LogprobBlock:
     """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
-    rows = list(open_store_at(path, snapshot).rows_or_errors(start, stop))
+    rows = list(open_store_at(path, snapshot).trajectories_or_errors(start, stop))
     selected = [(i, row) for i, row in enumerate(rows) if mask[i]]
     errors = {int(row.trajectory): row.error for _, row in selected if isinstance(row, UnreadableRow)}
     readable = [(i, row) for i, row in selected if isinstance(row, EndedTrajectory)]

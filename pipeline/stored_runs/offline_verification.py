@@ -27,7 +27,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import ConfigError, strerror
 from staleflow.stores.serialization import Codec, parse_json
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, chain_hash
+from staleflow.stores.trajectories.records import CommitRecord, batch_fingerprint, chain_hash
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -204,7 +204,7 @@ def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_His
         raise ConfigError(f"{folder / name}: not of an offline training: {strerror(error)}; copy it again") from error
 
 
-def _find_changed_batches(store: VersionedStore, where: str, run_steps: Sequence[StepRecord]) -> Iterator[Finding]:
+def _find_changed_batches(store: VersionedStore, where: str, run_steps: Sequence[CommitRecord]) -> Iterator[Finding]:
     """Check that the batches of the steps before the training's first are those that the run consumed."""
     rows_by_step = repeated_steps.select_consumed_rows(store, where) if run_steps else {}
     for record in run_steps:

@@ -50,7 +50,7 @@ ADAPTER = ("adapter", "adapter_model.safetensors")
 
 def select_consumed_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
     """Positions of the consumed rows that `where` selects, by training step in order."""
-    columns = store.columns()
+    columns = store.displayed_columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
     (positions,) = np.nonzero(mask)
     positions = positions[np.argsort(columns["step"][positions], kind="stable")]
@@ -101,7 +101,7 @@ def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_
 def read_batch_rows(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
     """Read a batch. positions: positions of its rows, in the trainer's order."""
     start, stop = int(positions[0]), int(positions[-1]) + 1  # they are close together, since one commit wrote them
-    rows = list(store.rows_or_errors(start, stop))
+    rows = list(store.trajectories_or_errors(start, stop))
     return [rows[i - start] for i in positions.tolist()]
 
 

@@ -106,7 +106,7 @@ def rescore(
     derived_branches.check_branch_name(path, branch)
     config = _changed_job(run_dir, reward, changes)
     progress(0, 0)
-    table = store.table()
+    table = store.stored_columns()
     count = len(table["trajectory"])
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
@@ -142,7 +142,7 @@ def rescore(
     new_rewards = derived_branches.BranchRewards(
         rewards=rewards, advantages=estimate, loss_mask=valid & is_consumed, errors=errors
     )
-    snapshot = derived_branches.derive(store, path, branch, new_rewards, lineage)
+    snapshot = derived_branches.derive_rewards(store, path, branch, new_rewards, lineage)
     return RescoreResult(
         branch=branch,
         snapshot=snapshot,
@@ -226,7 +226,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     """Dask task: score rows start <= row < stop of a snapshot. A row that is unreadable, or whose prompt is no longer
     that of its task, is an error. Objects that are slow to create are cached in the process."""
     prompts, scoring = _load_inputs(settings)
-    rows = list(open_store_at(path, snapshot).rows_or_errors(start, stop))
+    rows = list(open_store_at(path, snapshot).trajectories_or_errors(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
     valid[[i for i, row in enumerate(rows) if isinstance(row, UnreadableRow)]] = False

@@ -74,7 +74,7 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
 def _training_rewards(store: StoreReader, sources: Sequence[str]) -> dict[str, list[float]]:
     """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored. A
     discarded response whose reward failed counts as 0. sources: names of the task sources."""
-    columns = store.columns(names=COLUMNS)
+    columns = store.displayed_columns(names=COLUMNS)
     has_failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
     (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~has_failed & (columns["dataset_row"] >= 0))
     rewards: dict[str, list[float]] = {}

@@ -14,7 +14,7 @@ from staleflow.pipeline.stored_runs.response_texts import decode_row
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.dataframes import RowTexts, import_offline_module, plain_row
 from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
-from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.records import CommitRecord, batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
@@ -120,14 +120,14 @@ def plain_cells(row: EndedTrajectory) -> dict[str, Any]:
 
 def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
     """Positions of the rows that a condition selects, in stored order. Raises ConfigError."""
-    (positions,) = np.nonzero(Selection(where).mask(store.columns()))
+    (positions,) = np.nonzero(Selection(where).mask(store.displayed_columns()))
     return positions
 
 
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """Yield the rows at these ascending positions, in order, reading one window at a time to limit memory."""
     for window in np.split(rows, np.flatnonzero(np.diff(rows // WINDOW_ROWS)) + 1):
-        yield list(store.at_positions(window.tolist()))
+        yield list(store.trajectories_at(window.tolist()))
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
@@ -149,7 +149,7 @@ def readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Itera
 class ConsumedBatch:
     """The batch that a training step consumed, read from the store."""
 
-    record: StepRecord
+    record: CommitRecord
     """The step's commit."""
     fingerprint: str
     """Hash of the tokens, logprobs, versions and advantages as they read now; the record has that of what the trainer
@@ -168,7 +168,7 @@ def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
     record = next((r for r in store.commits() if r.kind == "step" and r.step == step), None)
     if record is None:
         raise ConfigError(f"{store.path}: no commit of step {step}")
-    rows = list(store.ended(step=step))
+    rows = list(store.trajectories(step=step))
     return ConsumedBatch(
         record=record,
         fingerprint=batch_fingerprint((row.trajectory, row.advantage) for row in rows),
@@ -176,7 +176,7 @@ def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
     )
 
 
-def metrics_table(steps: Iterable[StepRecord]) -> Any:
+def metrics_table(steps: Iterable[CommitRecord]) -> Any:
     """A pandas.DataFrame of metrics with one row per step; NaN where a step lacks a metric. Raises ConfigError if
     pandas is not installed."""
     pandas = import_offline_module("pandas")

@@ -264,7 +264,7 @@ weights, the trainer's numerics, and the hash of the previous line."""
 
 def make_chain_origin(store: VersionedStore, branch: str, where: str, epochs: int, start: int, job: Path) -> bytes:
     """The predecessor of the first line in history.jsonl: the run's chain entry, and how its rows are trained on."""
-    origin = {"entry": store.newest_entry, "branch": branch, "where": where, "epochs": epochs}
+    origin = {"entry": store.newest_chain_entry, "branch": branch, "where": where, "epochs": epochs}
     origin |= {"start": start} if start else {}
     return json.dumps(origin | {"settings": start_inputs.settings_hash(job)}).encode()
 
@@ -412,7 +412,7 @@ def held_out_scores(
         report({"say": line})
     if not config.task.sources and num_held_out < sum(counts):  # those of several sources cannot be changed
         rows = np.concatenate(list(repeated_steps.select_consumed_rows(store, plan.where).values()))
-        trained_prompts = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
+        trained_prompts = {prompts.task(int(g)).prompt for g in np.unique(store.displayed_columns()["group"][rows])}
         untrained_tasks = [task for task in tasks if task.prompt not in trained_prompts]
         if not version and len(untrained_tasks) < len(tasks):
             report(

@@ -95,8 +95,11 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         raise ConfigError("unlearn: where must say which trajectories to leave out")
     path = (run_dir / "store").resolve()
     store = VersionedStore.open_pinned(path)
-    table = store.table()
-    trained_mask, matching_mask = table["fate"] == FATES.index(Fate.CONSUMED), Selection(where).mask(store.columns())
+    table = store.stored_columns()
+    trained_mask, matching_mask = (
+        table["fate"] == FATES.index(Fate.CONSUMED),
+        Selection(where).mask(store.displayed_columns()),
+    )
     removed_mask, remaining_mask = trained_mask & matching_mask, trained_mask & ~matching_mask
     if not removed_mask.any() or not remaining_mask.any():
         count = "all" if removed_mask.any() else "no"
@@ -110,7 +113,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         new_rewards = derived_branches.BranchRewards(
             rewards=table["reward"], advantages=advantages, loss_mask=loss_mask, errors=None
         )
-        derived_branches.derive(store, path, branch, new_rewards, lineage)
+        derived_branches.derive_rewards(store, path, branch, new_rewards, lineage)
     steps = np.unique(table["step"][remaining_mask])
     first_step = int(table["step"][removed_mask].min())
     start, resume_point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))

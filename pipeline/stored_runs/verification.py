@@ -43,7 +43,7 @@ from staleflow.pipeline.stored_runs.run_files import (
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -179,7 +179,7 @@ def verify_run(
         num_steps=len(step_records),
         num_commits=chain.num_commits,
         num_entries=chain.num_entries,
-        entry=store.newest_entry if chain.num_entries else "",
+        entry=store.newest_chain_entry if chain.num_entries else "",
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.equal_steps)),
         findings=(*findings, *differences),
@@ -230,7 +230,7 @@ def find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int
 def _plan_repetition(
     run_dir: Path,
     store: VersionedStore,
-    step_records: Sequence[StepRecord],
+    step_records: Sequence[CommitRecord],
     starts: Sequence[TrainedStart],
     sample: Mapping[int, int],
 ) -> RepetitionPlan:
@@ -289,7 +289,7 @@ def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> t
     return findings, unverified
 
 
-def _describe_plan(plan: RepetitionPlan, sample: Sequence[int], step_records: Sequence[StepRecord]) -> str:
+def _describe_plan(plan: RepetitionPlan, sample: Sequence[int], step_records: Sequence[CommitRecord]) -> str:
     steps = [s for steps_range in plan.ranges for part in steps_range.parts for s in range(part.start, part.stop)]
     seconds = sum(step_records[step].metrics.get("train_s", 0.0) for step in steps)
     description = f"repeating {format_steps(steps)} for {format_steps(sample)}"

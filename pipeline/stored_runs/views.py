@@ -73,7 +73,7 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
     group comes first. Orders by reward leave out trajectories without one. Raises ConfigError."""
     if order not in ORDERS:
         raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
-    columns = store.columns()
+    columns = store.displayed_columns()
     mask = Selection(where).mask(columns)
     name, sign = ORDERS[order]
     if name == "reward":

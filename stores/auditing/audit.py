@@ -22,8 +22,8 @@ from staleflow.stores.auditing.weight_counts import Refusal, WeightChecks, Weigh
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import id_range
-from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, SPAN_COLUMNS, StoreReader
-from staleflow.stores.trajectories.records import EMPTY_LEDGER, BatchDigest, StepRecord
+from staleflow.stores.trajectories.reader import ROW_COUNT_ARRAY, TOKEN_POSITION_COLUMNS, StoreReader
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, BatchDigest, CommitRecord
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
@@ -161,7 +161,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
 
 def _read_commits(
     store: StoreReader, consumption: single_consumption.ConsumedRows, weights: WeightChecks
-) -> tuple[list[StepRecord], list[Finding], list[Finding]]:
+) -> tuple[list[CommitRecord], list[Finding], list[Finding]]:
     """Add all records and rows to the checks. Returns the records without what is large, commits whose rows are not
     those of their record, and violations of conservation."""
     commits, row_findings, conservation_findings = [], list[Finding](), list[Finding]()
@@ -203,19 +203,23 @@ def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
 
 def _damage_findings(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
-    damage = list(store.damage())
+    damage = list(store.damaged_chunks())
     num_damaged = [0] * len(damage)
     num_rows, countable = 0, True
     try:
         num_rows = store.array_lengths()[ROW_COUNT_ARRAY]
         for first in range(0, num_rows, ROWS_AT_ONCE):
-            table = store.table(first, first + ROWS_AT_ONCE, (*SPAN_COLUMNS, "text_offset", "text_bytes"))
+            table = store.stored_columns(
+                first, first + ROWS_AT_ONCE, (*TOKEN_POSITION_COLUMNS, "text_offset", "text_bytes")
+            )
             for i, chunk in enumerate(damage):
                 starts, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
                 if chunk.array == "text":
                     starts, sizes = table["text_offset"], table["text_bytes"]
-                chunk_start = chunk.number * chunk.elements
-                num_damaged[i] += int(((starts < chunk_start + chunk.elements) & (starts + sizes > chunk_start)).sum())
+                chunk_start = chunk.chunk_index * chunk.chunk_elements
+                num_damaged[i] += int(
+                    ((starts < chunk_start + chunk.chunk_elements) & (starts + sizes > chunk_start)).sum()
+                )
     except StoreUnavailable:
         raise
     except StoreError:
@@ -254,7 +258,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
 
 def _read_tokens(
     store: StoreReader,
-    commits: Sequence[StepRecord],
+    commits: Sequence[CommitRecord],
     consumption: single_consumption.ConsumedRows,
     run: Runner,
     max_tokens: int,
@@ -292,7 +296,7 @@ def _read_tokens(
     return [finding for result in results for finding in result.findings], digests, sampled_tokens
 
 
-def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int, int]]:
+def _ranges(commits: Sequence[CommitRecord], num_rows: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that cover the store, of whole commits."""
     start = stop = tokens = count = 0
     for commit in commits:
@@ -307,7 +311,7 @@ def _ranges(commits: Sequence[StepRecord], num_rows: int) -> Iterator[tuple[int,
         yield start, num_rows
 
 
-def _fingerprint_findings(commits: Sequence[StepRecord], digests: dict[int, str]) -> Iterator[Finding]:
+def _fingerprint_findings(commits: Sequence[CommitRecord], digests: dict[int, str]) -> Iterator[Finding]:
     """Check that batches read back as the trainer received them."""
     for commit in commits:
         location = f"{commit.kind} {commit.step}"

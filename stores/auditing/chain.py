@@ -49,7 +49,7 @@ def check_chain(store: StoreReader) -> ChainReport:
     Raises StoreUnavailable."""
     store = StoreReader.at(store.path, store.snapshot)
     report = ChainReport()
-    before, entry, num_rows = "the store's header", store.first_entry, 0
+    before, entry, num_rows = "the store's header", store.first_chain_entry, 0
     try:
         for commit in store.stored_commits():
             record = commit.record
@@ -66,7 +66,7 @@ def check_chain(store: StoreReader) -> ChainReport:
             before, entry, num_rows = location, chain_hash(commit.text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
                 report.entries[record.step] = entry
-        if store.newest_entry != (entry if report.num_entries else ""):
+        if store.newest_chain_entry != (entry if report.num_entries else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
         if (num_stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:
             report.findings.append(_finding(before, f"no commit has the rows after it, {num_rows} to {num_stored - 1}"))

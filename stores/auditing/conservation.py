@@ -12,7 +12,7 @@ import numpy.typing as npt
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merge_ranges
 from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
@@ -29,7 +29,7 @@ class Conservation:
     def __init__(self, stored: IdSet) -> None:
         self._stored = stored
         self._counts: Counter[str] = Counter()
-        self._last_record: StepRecord | None = None
+        self._last_record: CommitRecord | None = None
 
     def add(self, rows: Rows) -> None:
         """Add rows of the next commit, with the columns READ_COLUMNS."""
@@ -40,7 +40,7 @@ class Conservation:
             if 0 <= fate < len(FATES) and 0 <= reason < len(REASONS):
                 self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
-    def check_commit(self, record: StepRecord) -> Iterator[Finding]:
+    def check_commit(self, record: CommitRecord) -> Iterator[Finding]:
         """Check a commit after all of its rows have been added."""
         self._last_record = record
         location, ledger = f"{record.kind} {record.step}", record.ledger

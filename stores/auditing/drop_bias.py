@@ -46,7 +46,7 @@ Array = npt.NDArray[np.float64]
 class HasColumns(Protocol):
     """The part of a store's interface that is used here."""
 
-    def columns(self, start: int = 0, stop: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
+    def displayed_columns(self, start: int = 0, stop: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def compute_bias(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
     start = 0
-    while len((table := store.columns(start, start + BLOCK))["trajectory"]):
+    while len((table := store.displayed_columns(start, start + BLOCK))["trajectory"]):
         yield table
         start += BLOCK
 

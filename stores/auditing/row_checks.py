@@ -21,8 +21,13 @@ from staleflow.stores.auditing.weight_counts import Refusal, refused_token_findi
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
-from staleflow.stores.trajectories.layout import TEACHER, lacks_teacher, parse_span, read_teacher
-from staleflow.stores.trajectories.reader import BLOCK_ROWS, SPAN_COLUMNS, StoreReader
+from staleflow.stores.trajectories.layout import (
+    TEACHER_ARRAY,
+    decode_teacher_logprobs,
+    lacks_teacher_logprob,
+    parse_span,
+)
+from staleflow.stores.trajectories.reader import BLOCK_ROWS, TOKEN_POSITION_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Span
 
@@ -207,7 +212,7 @@ def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
 
 def _read(store: StoreReader, rows: Rows) -> RowBlock:
     tokens, start, text, text_start = store.read_tokens(rows)
-    mask = store.masks(start, start + len(tokens["ids"]))
+    mask = store.token_masks(start, start + len(tokens["ids"]))
     spans = _read_spans(rows, tokens["versions"], start, text, text_start)
     if spans is None:
         # Some columns contradict each other: the reader of single rows raises, if the row cannot be read.
@@ -221,7 +226,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
         versions=tokens["versions"],
         mask=mask,
         spans=spans,
-        teacher=tokens.get(TEACHER),
+        teacher=tokens.get(TEACHER_ARRAY),
     )
 
 
@@ -234,7 +239,7 @@ def _of_span(span: Span) -> tuple[str, int, int, float, int]:
 
 def _are_in_order(rows: Rows) -> bool:
     """Whether rows are contiguous in the store."""
-    offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
+    offsets, prompt_lengths, responses = (rows[name] for name in TOKEN_POSITION_COLUMNS)
     return (
         bool((offsets[1:] == (offsets + prompt_lengths + responses)[:-1]).all())
         and min(prompt_lengths.min(), responses.min()) >= 0
@@ -243,7 +248,7 @@ def _are_in_order(rows: Rows) -> bool:
 
 def _read_spans(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
     """The spans of contiguous rows; None if the rows are not contiguous or anything in them is invalid."""
-    offsets, prompt_lengths, responses = (rows[name] for name in SPAN_COLUMNS)
+    offsets, prompt_lengths, responses = (rows[name] for name in TOKEN_POSITION_COLUMNS)
     is_valid = _are_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         is_valid &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
@@ -348,7 +353,7 @@ def describe_turns_mismatch(spans: Iterable[float], stored: Iterable[float]) -> 
 def _token_faults_by_row(block: RowBlock) -> dict[int, list[str]]:
     """The `token_faults` of each row that has any, by row."""
     if _are_in_order(block.rows):  # checks all rows at once, and single rows only on a mismatch
-        offsets, prompts, responses = (block.rows[name] for name in SPAN_COLUMNS)
+        offsets, prompts, responses = (block.rows[name] for name in TOKEN_POSITION_COLUMNS)
         token_range = slice(int(offsets[0]) - block.start, int((offsets + prompts + responses)[-1]) - block.start)
         sizes = np.stack([prompts, responses], axis=1).ravel()
         trained = np.stack([np.zeros(len(prompts), np.uint8), block.rows["loss_mask"]], axis=1).ravel()
@@ -362,7 +367,9 @@ def _token_faults_by_row(block: RowBlock) -> dict[int, list[str]]:
         ):
             return {}
     errors: dict[int, list[str]] = {}
-    for i, (offset, prompt, response, trained) in enumerate(block.rows[[*SPAN_COLUMNS, "loss_mask"]].tolist()):
+    for i, (offset, prompt, response, trained) in enumerate(
+        block.rows[[*TOKEN_POSITION_COLUMNS, "loss_mask"]].tolist()
+    ):
         a = offset - block.start
         if min(offset, prompt, response) < 0:
             continue
@@ -406,16 +413,16 @@ def token_faults(
         yield f"{count} tokens that carry gradient have no loss mask"
     if teacher is None:
         return
-    if count := int(np.count_nonzero(~lacks_teacher(teacher[~sampled]))):
+    if count := int(np.count_nonzero(~lacks_teacher_logprob(teacher[~sampled]))):
         yield f"{count} tokens that were not sampled have a teacher's logprob"
-    if not lacks_teacher(teacher).all() and (count := int(np.count_nonzero(~np.isfinite(teacher[sampled])))):
+    if not lacks_teacher_logprob(teacher).all() and (count := int(np.count_nonzero(~np.isfinite(teacher[sampled])))):
         yield f"{count} sampled tokens have no finite logprob of the teacher, which has computed others of the row"
 
 
 def _are_all_or_none(teacher: npt.NDArray[np.float32], sampled: npt.NDArray[np.bool_], sizes: Ints) -> bool:
     """Whether, of adjacent rows with these numbers of tokens, either all sampled tokens of a row have a finite logprob
     of a teacher or none has, and no other token has one."""
-    lacking, row_index = lacks_teacher(teacher), np.repeat(np.arange(len(sizes)), sizes)
+    lacking, row_index = lacks_teacher_logprob(teacher), np.repeat(np.arange(len(sizes)), sizes)
     num_sampled = np.bincount(row_index[sampled], minlength=len(sizes))
     num_lacking = np.bincount(row_index[sampled & lacking], minlength=len(sizes))
     return bool(
@@ -428,7 +435,7 @@ def _are_all_or_none(teacher: npt.NDArray[np.float32], sampled: npt.NDArray[np.b
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
     """Add the rows of a block to the hashes of these steps' batches."""
     consumed_mask = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
-    names = ["trajectory", "v_traj", "step", *SPAN_COLUMNS, "reward", "advantage"]
+    names = ["trajectory", "v_traj", "step", *TOKEN_POSITION_COLUMNS, "reward", "advantage"]
     branches = block.spans.branches(block.rows["prompt_tokens"])
     for number in np.flatnonzero(consumed_mask).tolist():
         id, v_traj, step, offset, prompt, response, reward, advantage = block.rows[names][number].item()
@@ -445,5 +452,5 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
             logprobs,
             (reward, advantage),
             branches.get(number, ()),
-            None if block.teacher is None else read_teacher(block.teacher[b:c], versions),
+            None if block.teacher is None else decode_teacher_logprobs(block.teacher[b:c], versions),
         )

@@ -49,7 +49,7 @@ def audit_history(path: Path) -> Iterator[Finding]:
 def _damage_findings(path: Path, branch: str) -> Iterator[Finding]:
     """Chunks of a branch's newest snapshot that cannot be read."""
     try:
-        chunks = list(VersionedStore.open(path, branch=branch).damage())
+        chunks = list(VersionedStore.open(path, branch=branch).damaged_chunks())
     except StoreUnavailable:
         raise
     except StoreError as error:

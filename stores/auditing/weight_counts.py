@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.weights.weight_report import WeightCheck
 
 CHECK = "fingerprints"
@@ -101,7 +101,7 @@ class WeightChecks:
     """The weight checks of a run's records, which are added in the order of the commits. Memory: a few numbers for each
     pull, and the checks that contradict or precede the stored fingerprint of their version."""
 
-    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+    def __init__(self, records: Iterable[CommitRecord] = ()) -> None:
         self._published: dict[int, str] = {}
         """Fingerprint of each version by the records, of version 0 by the inputs of the first step."""
         self._refused: dict[tuple[str, int], None] = {}
@@ -113,7 +113,7 @@ class WeightChecks:
         for record in records:
             self.add(record)
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: CommitRecord) -> None:
         """Add the checks of the next commit."""
         if record.step == 0 and "weights" in record.inputs:
             self._published[0] = record.inputs["weights"]

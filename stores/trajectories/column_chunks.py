@@ -19,10 +19,10 @@ from zarr.codecs import ZstdCodec
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
-CODEC = ZstdCodec(level=1, checksum=True)
+CHUNK_CODEC = ZstdCodec(level=1, checksum=True)
 """The only codec of these arrays. Its checksum is verified at every read, because data with a flipped bit may
 decompress without an error."""
-_ZSTD = Zstd(level=CODEC.level, checksum=CODEC.checksum)
+_ZSTD = Zstd(level=CHUNK_CODEC.level, checksum=CHUNK_CODEC.checksum)
 Array = npt.NDArray[Any]
 
 
@@ -77,8 +77,8 @@ class _ChunkedArray:
         return "/".join(["c", str(index), *("0" for _ in self._row_shape)])
 
 
-def append_all(store: Any, values: Mapping[str, Array]) -> None:
-    """Append to arrays that are compressed with CODEC and chunked along their first dimension only.
+def append_to_arrays(store: Any, values: Mapping[str, Array]) -> None:
+    """Append to arrays that are compressed with CHUNK_CODEC and chunked along their first dimension only.
 
     Args:
         store: Store of a writable Icechunk session.
@@ -96,7 +96,7 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
     sync(append_each())
 
 
-def read_all(store: Any, names: Iterable[str], start: int, stop: int) -> dict[str, Array]:
+def read_arrays(store: Any, names: Iterable[str], start: int, stop: int) -> dict[str, Array]:
     """Read the rows at start <= position < stop of several arrays concurrently. Returns them by name.
 
     Arrays that do not exist are left out.

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.columns import display_columns
+from staleflow.stores.trajectories.columns import select_displayed_columns
 from staleflow.stores.trajectory import EndedTrajectory
 
-TOKEN_CHUNKS = 16
+STORE_CHUNKS_PER_DASK_CHUNK = 16
 """Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
 
-SCALAR_TYPES = {**{column.name: column.display_dtype for column in display_columns()}, "error": "str"}
+SCALAR_TYPES = {**{column.name: column.display_dtype for column in select_displayed_columns()}, "error": "str"}
 """Scalar columns and their types: those of stores/trajectories/columns.py, and the reward function's error."""
 ARRAY_TYPES = {
     "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
@@ -42,7 +42,7 @@ def plain_row(row: EndedTrajectory) -> dict[str, Any]:
     """A trajectory as plain values and numpy arrays, by the names of SCALAR_TYPES and ARRAY_TYPES."""
     t = row.trajectory
     return {
-        **{column.name: column.display_value(row) for column in display_columns()},
+        **{column.name: column.display_value(row) for column in select_displayed_columns()},
         "error": t.error,
         "prompt_ids": t.prompt_tokens,
         "response_ids": t.response_tokens,
@@ -160,7 +160,7 @@ def to_xarray(
     variables["offset"] = ("trajectory", np.cumsum(sizes) - sizes)
     for name in ("ids", "logprobs", "versions", "mask"):
         source = root[f"tokens/{name}"]
-        stored = array.from_array(source, chunks=source.chunks[0] * TOKEN_CHUNKS, name=False)
+        stored = array.from_array(source, chunks=source.chunks[0] * STORE_CHUNKS_PER_DASK_CHUNK, name=False)
         parts = [stored[start : start + total] for start, total in zip(offsets[starts], totals, strict=True)]
         variables[name] = ("token", array.concatenate(parts or [stored[:0]]))
     return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=dict(attributes))

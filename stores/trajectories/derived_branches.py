@@ -41,16 +41,16 @@ class BranchRewards:
 
 
 BRANCH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
-MAX_NAME = 200
+MAX_NAME_CHARS = 200
 """Most characters of a branch's name: it becomes that of a file."""
 
 
 def check_branch_name(path: Path, name: str) -> None:
     """Raise ConfigError if a branch cannot have this name."""
-    if name and not (BRANCH_NAME.fullmatch(name) and len(name) <= MAX_NAME):
+    if name and not (BRANCH_NAME.fullmatch(name) and len(name) <= MAX_NAME_CHARS):
         raise ConfigError(
             f"a branch cannot be called {name[:60]!r}: use letters, digits and . _ + @ - and spaces, beginning with a "
-            f"letter or digit, at most {MAX_NAME} in all"
+            f"letter or digit, at most {MAX_NAME_CHARS} in all"
         )
     branches = branch_names(repository_at(path))
     if name in branches or name == MAIN or not name or name.startswith(("undone-", TEMPORARY_PREFIX)):
@@ -58,7 +58,9 @@ def check_branch_name(path: Path, name: str) -> None:
         raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
-def derive(store: reader.StoreReader, path: Path, name: str, rewards: BranchRewards, lineage: Mapping[str, Any]) -> str:
+def derive_rewards(
+    store: reader.StoreReader, path: Path, name: str, rewards: BranchRewards, lineage: Mapping[str, Any]
+) -> str:
     """Create branch `name` with other rewards from the snapshot that `store` reads. Returns the new snapshot. Raises
     ConfigError, StoreError; then no branch is left."""
 
@@ -78,7 +80,7 @@ def derive(store: reader.StoreReader, path: Path, name: str, rewards: BranchRewa
 
 def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     """Write the token masks of the rows whose loss mask changes, file by file."""
-    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *reader.SPAN_COLUMNS)}
+    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *reader.TOKEN_POSITION_COLUMNS)}
     rows = np.flatnonzero(table["loss_mask"] != loss_mask)
     starts = (table["offset"] + table["prompt_tokens"])[rows]
     ends = starts + table["response_tokens"][rows]

@@ -21,11 +21,11 @@ from staleflow.stores.trajectories.columns import (
     FINISHES,
     REASONS,
     Rows,
-    display_columns,
     empty_rows,
+    select_displayed_columns,
     span_seconds,
 )
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import (
     NO_VERSION,
     EndedTrajectory,
@@ -43,21 +43,21 @@ from staleflow.stores.trajectory import (
 COMMIT_COLUMNS = (
     "kind", "step", "rows", "tokens", "first_id", "last_id", "record_offset", "record_bytes",
 )  # fmt: skip
-"""Columns of the table of commits. kind: its index in KINDS; first_id, last_id: the smallest and largest id of its
-trajectories, -1 if it has none; record_offset, record_bytes: position and size of its record in `records`."""
+"""Columns of the table of commits. kind: its index in COMMIT_KINDS; first_id, last_id: the smallest and largest id of
+its trajectories, -1 if it has none; record_offset, record_bytes: position and size of its record in `records`."""
 TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mask": "uint8"}
-TEACHER = "teacher"
+TEACHER_ARRAY = "teacher"
 """The token array of a teacher's logprobs, which a store has once a row has any."""
-COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
+COMMIT_COLUMN_INDEX = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 """Index of each name in COMMIT_COLUMNS."""
-TIMES = tuple(field.name for field in fields(Timings))
-KINDS = ("step", "end", "resume", "refusal")
+TIMING_COLUMNS = tuple(field.name for field in fields(Timings))
+COMMIT_KINDS = ("step", "end", "resume", "refusal")
 """Kinds of commits, as COMMIT_COLUMNS has them; others have no index."""
 
 
-def commit_numbers(record: StepRecord) -> tuple[int, int, int, int]:
-    """The first four COMMIT_COLUMNS, which repeat numbers of a commit's record."""
-    kind = KINDS.index(record.kind) if record.kind in KINDS else len(KINDS)
+def record_columns(record: CommitRecord) -> tuple[int, int, int, int]:
+    """The numbers of a commit's record that its line in the table of commits repeats: the first four COMMIT_COLUMNS."""
+    kind = COMMIT_KINDS.index(record.kind) if record.kind in COMMIT_KINDS else len(COMMIT_KINDS)
     return kind, record.step, record.num_rows, record.num_tokens
 
 
@@ -68,8 +68,8 @@ def id_range(ids: npt.NDArray[np.int64]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitArrays:
-    """Trajectories as arrays that a commit appends. tokens: [T] arrays by the names of TOKEN_ARRAYS, and TEACHER if a
-    row has a teacher's logprobs."""
+    """Trajectories as arrays that a commit appends. tokens: [T] arrays by the names of TOKEN_ARRAYS, and TEACHER_ARRAY
+    if a row has a teacher's logprobs."""
 
     tokens: dict[str, npt.NDArray[Any]]
     rows: Rows  # [R] all columns
@@ -83,7 +83,7 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     has_teacher = any(row.trajectory.teacher_logprobs is not None for row in ended_trajectories)
     if has_teacher:
-        tokens[TEACHER] = []
+        tokens[TEACHER_ARRAY] = []
     offsets, texts = [], []
     offset = start
     for row in ended_trajectories:
@@ -98,12 +98,12 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
             ((versions != NO_VERSION) & row.loss_mask).astype(np.uint8),
         ]
         if has_teacher:
-            tokens[TEACHER] += [np.full(prompt_length, np.nan, np.float32), _teacher_values(t)]
+            tokens[TEACHER_ARRAY] += [np.full(prompt_length, np.nan, np.float32), _encode_teacher_logprobs(t)]
         texts.append(json.dumps(_extra_fields(t), separators=(",", ":")).encode())
         offsets.append(offset)
         offset += prompt_length + len(response)
     rows = empty_rows(len(ended_trajectories), COLUMNS)
-    for column in display_columns():
+    for column in select_displayed_columns():
         rows[column.name] = [column.encode(row) for row in ended_trajectories]
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]
@@ -116,14 +116,14 @@ def pack(ended_trajectories: Sequence[EndedTrajectory], start: int, text_start: 
     )
 
 
-def _teacher_values(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+def _encode_teacher_logprobs(trajectory: Trajectory) -> npt.NDArray[np.float32]:
     """[T] a teacher's logprobs as they are stored: NaN for each token without one."""
     if trajectory.teacher_logprobs is None:
         return np.full(trajectory.num_tokens, np.nan, np.float32)
     return np.where(trajectory.sampled, trajectory.teacher_logprobs, np.float32(np.nan))
 
 
-def lacks_teacher(values: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+def lacks_teacher_logprob(values: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """[T] bool, whether tokens have what is stored for those without a teacher's logprob, bit for bit."""
     lacking: npt.NDArray[np.bool_] = np.ascontiguousarray(values, np.float32).view(np.uint32) == NAN_BITS
     return lacking
@@ -137,14 +137,14 @@ def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: b
     because an earlier store without such a column reads the same; so are a teacher's logprobs if there are none.
 
     Args:
-        tokens: [T] by the names of TOKEN_ARRAYS, and TEACHER if the store has it, of these rows alone.
+        tokens: [T] by the names of TOKEN_ARRAYS, and TEACHER_ARRAY if the store has it, of these rows alone.
         rows: [R] all columns.
         text: Their texts.
     """
     digest = hashlib.blake2b(digest_size=16)
     arrays = {name: np.asarray(tokens[name], dtype) for name, dtype in TOKEN_ARRAYS.items()}
-    if TEACHER in tokens and not lacks_teacher(tokens[TEACHER]).all():
-        arrays[TEACHER] = np.asarray(tokens[TEACHER], np.float32)
+    if TEACHER_ARRAY in tokens and not lacks_teacher_logprob(tokens[TEACHER_ARRAY]).all():
+        arrays[TEACHER_ARRAY] = np.asarray(tokens[TEACHER_ARRAY], np.float32)
     arrays |= {c.array_name: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
     arrays["text"] = np.frombuffer(text, np.uint8)
     for name, values in arrays.items():
@@ -202,8 +202,8 @@ def unpack(
     if index != end or not versions_match:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
     teacher_logprobs = None
-    if TEACHER in tokens:
-        teacher_logprobs = read_teacher(tokens[TEACHER][middle:end], tokens["versions"][middle:end])
+    if TEACHER_ARRAY in tokens:
+        teacher_logprobs = decode_teacher_logprobs(tokens[TEACHER_ARRAY][middle:end], tokens["versions"][middle:end])
     return EndedTrajectory(
         trajectory=Trajectory(
             id=TrajectoryId(row["trajectory"]),
@@ -215,7 +215,7 @@ def unpack(
             reward=row["reward"],
             reward_parts=extra.get("parts", {}),
             error=extra.get("error", ""),
-            timings=Timings(**{name: row[name] for name in TIMES}),
+            timings=Timings(**{name: row[name] for name in TIMING_COLUMNS}),
             dataset_row=row["dataset_row"],
             source=row["source"],
             task=row["task"],
@@ -229,10 +229,12 @@ def unpack(
     )
 
 
-def read_teacher(values: npt.NDArray[np.float32], versions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32] | None:
+def decode_teacher_logprobs(
+    values: npt.NDArray[np.float32], versions: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32] | None:
     """A teacher's logprobs of a response as Trajectory has them, from stored values; None if it has none. versions: of
     the response's tokens. Values that are not finite stay, for an audit to find."""
-    if lacks_teacher(values).all():
+    if lacks_teacher_logprob(values).all():
         return None
     return np.where(versions == NO_VERSION, np.float32(0), values)
 

@@ -24,18 +24,18 @@ import zarr
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.serialization import parse_json
 from staleflow.stores.trajectories import dataframes, layout
-from staleflow.stores.trajectories.column_chunks import read_all
+from staleflow.stores.trajectories.column_chunks import read_arrays
 from staleflow.stores.trajectories.columns import (
     COLUMNS,
     FATES,
     Column,
     Rows,
-    display_columns,
     empty_rows,
     select_columns,
+    select_displayed_columns,
 )
-from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TEACHER, TOKEN_ARRAYS
-from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, chain_hash
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX, COMMIT_KINDS, TEACHER_ARRAY, TOKEN_ARRAYS
+from staleflow.stores.trajectories.records import RECORD_CODEC, CommitRecord, RunHeader, chain_hash
 from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
@@ -49,7 +49,7 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 FORMAT = "columns"
 """The layout of stores, in their attributes. A new column does not change it."""
-SPAN_COLUMNS = ("offset", "prompt_tokens", "response_tokens")
+TOKEN_POSITION_COLUMNS = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
 ROW_COUNT_ARRAY = "rows/trajectory"
 """The array whose length is the number of rows."""
@@ -75,12 +75,12 @@ class UnreadableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedChunk:
-    """A chunk that cannot be read. number: index of the chunk in its array. elements: number of elements per chunk; 0
-    if the whole array cannot be read."""
+    """A chunk that cannot be read. chunk_elements: number of elements per chunk; 0 if the whole array cannot be
+    read."""
 
     array: str
-    number: int
-    elements: int
+    chunk_index: int
+    chunk_elements: int
     error: str
 
 
@@ -88,7 +88,7 @@ class DamagedChunk:
 class StoredCommit:
     """A commit as it is stored."""
 
-    record: StepRecord
+    record: CommitRecord
     text: bytes
     """The stored JSON text of the record."""
     id_range: tuple[int, int]
@@ -96,7 +96,7 @@ class StoredCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class StoreSummary:
     """Progress of a run, according to its store."""
 
     num_steps: int
@@ -104,15 +104,15 @@ class Summary:
     """Stored trajectories, of any fate."""
     num_tokens: int
     """Stored tokens, prompts included."""
-    last: StepRecord | None
+    last_commit: CommitRecord | None
     """The latest commit; None before the first."""
-    last_trained: StepRecord | None
+    last_step: CommitRecord | None
     """The latest training step; None before the first."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the run's end is stored."""
-        return self.last is not None and self.last.kind == "end"
+        return self.last_commit is not None and self.last_commit.kind == "end"
 
 
 class ArrayCache:
@@ -165,10 +165,10 @@ class StoreReader:
         self._location = location
         self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
-        self._first_entry = chain_hash(json.dumps(attributes.get("header"), sort_keys=True).encode())
+        self._first_chain_entry = chain_hash(json.dumps(attributes.get("header"), sort_keys=True).encode())
         check_format(attributes.get("format"), location)
         with raised_as(StoreError, f"{location}: the store's header is corrupt", ValueError):
-            self.header = CODEC.decode(attributes.get("header"), RunHeader)
+            self.header = RECORD_CODEC.decode(attributes.get("header"), RunHeader)
         self.lineage: dict[str, Any] = attributes.get("lineage", {})
         """How a branch was made; empty on the branch of the run itself. See stores/trajectories/derived_branches.py."""
         self._errors: dict[str, str] | None = attributes.get("errors")
@@ -180,7 +180,7 @@ class StoreReader:
 
     # -- commits -------------------------------------------------------------------------------------------------
 
-    def commits(self, start: int = 0, stop: int | None = None) -> list[StepRecord]:
+    def commits(self, start: int = 0, stop: int | None = None) -> list[CommitRecord]:
         """The commits at start <= number < stop, all by default, oldest first. As in slices, negative numbers count
         from the end. Reads no trajectories."""
         root = self._read_root()
@@ -195,11 +195,13 @@ class StoreReader:
         for start in range(0, count, RECORDS_AT_ONCE):
             yield from self._stored_commits(root, start, min(start + RECORDS_AT_ONCE, count))
 
-    def entry(self, step: int) -> str:
+    def chain_entry(self, step: int) -> str:
         """The entry of a training step in the run's chain (stores/auditing/chain.py). Raises StoreError."""
         root = self._read_root()
         table = self._slice(root, "commits", 0, self._num_commits(root))
-        is_step = (table[:, COMMIT_AT["kind"]] == KINDS.index("step")) & (table[:, COMMIT_AT["step"]] == step)
+        is_step = (table[:, COMMIT_COLUMN_INDEX["kind"]] == COMMIT_KINDS.index("step")) & (
+            table[:, COMMIT_COLUMN_INDEX["step"]] == step
+        )
         if not is_step.any():
             raise StoreError(f"{self._location}: no commit of step {step}")
         index = int(np.argmax(is_step))
@@ -207,28 +209,28 @@ class StoreReader:
         return chain_hash(commit.text)
 
     @property
-    def first_entry(self) -> str:
-        """The entry before the first commit's: the hash of the store's header."""
-        return self._first_entry
+    def first_chain_entry(self) -> str:
+        """The chain entry before the first commit's: the hash of the store's header."""
+        return self._first_chain_entry
 
     @property
-    def newest_entry(self) -> str:
-        """The entry of the last commit, as recorded with its snapshot; empty if none was. On a derived branch, the
-        entry of the commit from which it was derived."""
+    def newest_chain_entry(self) -> str:
+        """The chain entry of the last commit, as recorded with its snapshot; empty if none was. On a derived branch,
+        that of the commit from which it was derived."""
         run_snapshot = self.lineage.get("parent", self.snapshot)
         (commit,) = itertools.islice(self._repository.ancestry(snapshot_id=run_snapshot), 1)
         return str(commit.metadata.get("entry", ""))
 
     def _stored_commits(self, root: Any, start: int, stop: int) -> Iterator[StoredCommit]:
-        for line, text in self._texts(root, start, stop):
-            step = line[COMMIT_AT["step"]]
+        for line, text in self._commit_lines(root, start, stop):
+            step = line[COMMIT_COLUMN_INDEX["step"]]
             with raised_as(StoreError, f"{self._location}: the record of step {step} is corrupt", ValueError):
-                record = CODEC.decode(parse_json(text), StepRecord)
-                if layout.commit_numbers(record) != (*line[:4],) or min(record.num_rows, record.num_tokens) < 0:
-                    raise ValueError(f"the table of commits has {line[:4]}, it has {layout.commit_numbers(record)}")
+                record = RECORD_CODEC.decode(parse_json(text), CommitRecord)
+                if layout.record_columns(record) != (*line[:4],) or min(record.num_rows, record.num_tokens) < 0:
+                    raise ValueError(f"the table of commits has {line[:4]}, it has {layout.record_columns(record)}")
             yield StoredCommit(record=record, text=text, id_range=(line[4], line[5]))
 
-    def _texts(self, root: Any, start: int, stop: int) -> Iterator[tuple[list[int], bytes]]:
+    def _commit_lines(self, root: Any, start: int, stop: int) -> Iterator[tuple[list[int], bytes]]:
         """(COMMIT_COLUMNS, record as it is stored) of the commits at start <= number < stop."""
         if start >= stop:
             return
@@ -244,72 +246,75 @@ class StoreReader:
     def _num_commits(self, root: Any) -> int:
         return int(root["commits"].shape[0])
 
-    def summary(self) -> Summary:
+    def summary(self) -> StoreSummary:
         """Progress of the run. Reads a few numbers per commit, and the records of two."""
         root = self._read_root()
         count = self._num_commits(root)
         table = self._slice(root, "commits", 0, count)
-        step_indices = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
+        step_indices = np.flatnonzero(table[:, COMMIT_COLUMN_INDEX["kind"]] == COMMIT_KINDS.index("step"))
         indices = {*step_indices[-1:].tolist(), count - 1} - {-1}
         records = {int(i): next(self._stored_commits(root, i, i + 1)).record for i in indices}
-        return Summary(
+        return StoreSummary(
             num_steps=len(step_indices),
             num_rows=num_rows(root),
-            num_tokens=int(table[:, COMMIT_AT["tokens"]].sum()),
-            last=records.get(count - 1),
-            last_trained=records[int(step_indices[-1])] if len(step_indices) else None,
+            num_tokens=int(table[:, COMMIT_COLUMN_INDEX["tokens"]].sum()),
+            last_commit=records.get(count - 1),
+            last_step=records[int(step_indices[-1])] if len(step_indices) else None,
         )
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
-        """All stored trajectories in stored order, or those that one training step consumed, in its order."""
+    def trajectories(self, step: int | None = None) -> Iterable[EndedTrajectory]:
+        """All stored trajectories in stored order, or those that one training step consumed, in its order. Raises
+        StoreError at the first that cannot be read."""
         root = self._read_root()
         if step is None:
             positions = np.arange(num_rows(root))
         else:
-            outcomes = self._rows(root, 0, num_rows(root), ("fate", "step"))
+            outcomes = self._row_columns(root, 0, num_rows(root), ("fate", "step"))
             (positions,) = np.nonzero((outcomes["fate"] == FATES.index(Fate.CONSUMED)) & (outcomes["step"] == step))
         # In blocks: the rows of a block are adjacent in the token arrays.
         for block in (positions[i : i + BLOCK_ROWS] for i in range(0, len(positions), BLOCK_ROWS)):
             block_start = int(block[0])
-            yield from self._block(root, self._rows(root, block_start, int(block[-1]) + 1)[block - block_start])
+            yield from self._read_trajectories(
+                root, self._row_columns(root, block_start, int(block[-1]) + 1)[block - block_start]
+            )
 
-    def rows(self, start: int, stop: int) -> list[EndedTrajectory]:
+    def trajectories_in_range(self, start: int, stop: int) -> list[EndedTrajectory]:
         """The stored trajectories at positions start <= position < stop."""
         root = self._read_root()
-        return list(self._block(root, self._rows(root, start, stop)))
+        return list(self._read_trajectories(root, self._row_columns(root, start, stop)))
 
     def response_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """[N] index of the first response token of each row at start <= position < stop."""
-        rows = self._rows(self._read_root(), start, stop, ("offset", "prompt_tokens"))
+        rows = self._row_columns(self._read_root(), start, stop, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
-    def rows_or_errors(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def trajectories_or_errors(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The stored trajectories at positions start <= position < stop, with an UnreadableRow in place of each that is
         damaged."""
-        return self._rows_or_errors(self._read_root(), range(start, stop))
+        return self._trajectories_or_errors(self._read_root(), range(start, stop))
 
-    def at_positions(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def trajectories_at(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.
         Ascending ones that are near each other are read together."""
         root = self._read_root()
         block: list[int] = []
         for position in positions:
             if block and not block[-1] < position < block[0] + BLOCK_ROWS:
-                yield from self._rows_or_errors(root, block)
+                yield from self._trajectories_or_errors(root, block)
                 block = []
             block.append(position)
-        yield from self._rows_or_errors(root, block)
+        yield from self._trajectories_or_errors(root, block)
 
-    def _rows_or_errors(self, root: Any, positions: Sequence[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
-        """`at_positions` for ascending positions."""
+    def _trajectories_or_errors(self, root: Any, positions: Sequence[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
+        """`trajectories_at` for ascending positions."""
         if not positions:
             return
         first = positions[0]
-        rows = self._rows(root, first, positions[-1] + 1)[np.asarray(positions) - first]
+        rows = self._row_columns(root, first, positions[-1] + 1)[np.asarray(positions) - first]
         try:
-            yield from list(self._block(root, rows))
+            yield from list(self._read_trajectories(root, rows))
             return
         except StoreUnavailable:
             raise
@@ -317,13 +322,13 @@ class StoreReader:
             pass
         for i in range(len(rows)):
             try:
-                yield from self._block(root, rows[i : i + 1])
+                yield from self._read_trajectories(root, rows[i : i + 1])
             except StoreUnavailable:
                 raise
             except StoreError as error:
                 yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), error=str(error))
 
-    def damage(self) -> Iterator[DamagedChunk]:
+    def damaged_chunks(self) -> Iterator[DamagedChunk]:
         """All chunks that cannot be read. Reads the whole store."""
         root = self._read_root()
         for name in array_names(root):
@@ -332,7 +337,7 @@ class StoreReader:
             except StoreUnavailable:
                 raise
             except StoreError as error:
-                yield DamagedChunk(array=name, number=0, elements=0, error=str(error))
+                yield DamagedChunk(array=name, chunk_index=0, chunk_elements=0, error=str(error))
                 continue
             for number in range(-(-length // size)):
                 try:
@@ -340,7 +345,7 @@ class StoreReader:
                 except StoreUnavailable:
                     raise
                 except StoreError as error:
-                    yield DamagedChunk(array=name, number=number, elements=size, error=str(error))
+                    yield DamagedChunk(array=name, chunk_index=number, chunk_elements=size, error=str(error))
 
     def branches(self) -> set[str]:
         """Names of all branches except the one that the run commits to."""
@@ -356,14 +361,18 @@ class StoreReader:
         """The snapshot id this store reads from."""
         return self._at_snapshot or str(self._repository.lookup_branch(self._branch))
 
-    def follows(self, snapshot: str) -> bool:
+    def is_at_or_after(self, snapshot: str) -> bool:
         """Whether this store reads `snapshot` or a later one on its branch."""
         return any(str(ancestor.id) == snapshot for ancestor in self._repository.ancestry(snapshot_id=self.snapshot))
 
     def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None:
         root = self._read_root()
         position = self._position(root, trajectory)
-        return None if position is None else next(iter(self._block(root, self._rows(root, position, position + 1))))
+        return (
+            None
+            if position is None
+            else next(iter(self._read_trajectories(root, self._row_columns(root, position, position + 1))))
+        )
 
     def _position(self, root: Any, trajectory: TrajectoryId) -> int | None:
         """The position of a trajectory's row."""
@@ -372,25 +381,27 @@ class StoreReader:
 
     def row_columns(self, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
         """The columns with these names, all by default, of the rows at start <= position < stop."""
-        return self._rows(self._read_root(), start, stop, names)
+        return self._row_columns(self._read_root(), start, stop, names)
 
-    def table(
+    def stored_columns(
         self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
         """Stored values of columns at start <= position < stop, all by default. names: the columns to read."""
         root = self._read_root()
-        bounds = self._bounds(root, start, stop)
-        return self._columns(root, *bounds, select_columns(names))
+        bounds = self._clipped_range(root, start, stop)
+        return self._stored_columns(root, *bounds, select_columns(names))
 
-    def columns(
+    def displayed_columns(
         self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Values of columns as `table`, but for display: words for fate, reason and finish, no positions in other
-        arrays, and response_tokens that count sampled tokens only."""
+        """Values of columns as `stored_columns`, but for display: words for fate, reason and finish, no positions in
+        other arrays, and response_tokens that count sampled tokens only."""
         root = self._read_root()
-        bounds = self._bounds(root, start, stop)
-        columns = display_columns(names)
-        stored = self._columns(root, *bounds, select_columns({"given_tokens", *(column.name for column in columns)}))
+        bounds = self._clipped_range(root, start, stop)
+        columns = select_displayed_columns(names)
+        stored = self._stored_columns(
+            root, *bounds, select_columns({"given_tokens", *(column.name for column in columns)})
+        )
         table: dict[str, npt.NDArray[Any]] = {}
         for column in columns:
             values = stored[column.name]
@@ -399,22 +410,24 @@ class StoreReader:
             table[column.name] = np.asarray([m.value for m in column.members])[values] if column.members else values
         return table
 
-    def _bounds(self, root: Any, start: int, stop: int | None) -> tuple[int, int]:
+    def _clipped_range(self, root: Any, start: int, stop: int | None) -> tuple[int, int]:
         size = num_rows(root)
         return min(start, size), size if stop is None else min(stop, size)
 
-    def _rows(self, root: Any, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
+    def _row_columns(self, root: Any, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
         columns = select_columns(names)
         rows = empty_rows(stop - start, columns)
-        for name, values in self._columns(root, start, stop, columns).items():
+        for name, values in self._stored_columns(root, start, stop, columns).items():
             rows[name] = values
         return rows
 
-    def _columns(self, root: Any, start: int, stop: int, columns: Iterable[Column]) -> dict[str, npt.NDArray[Any]]:
+    def _stored_columns(
+        self, root: Any, start: int, stop: int, columns: Iterable[Column]
+    ) -> dict[str, npt.NDArray[Any]]:
         """Columns of the rows at start <= position < stop: the fill value of those that the store does not have."""
         columns = list(columns)
         try:
-            arrays = read_all(root.store, [column.array_name for column in columns], start, stop)
+            arrays = read_arrays(root.store, [column.array_name for column in columns], start, stop)
         except Exception:  # noqa: BLE001  a damaged chunk or a short array: read one by one, they are named
             arrays = {
                 c.array_name: self._slice(root, c.array_name, start, stop) for c in columns if c.array_name in root
@@ -425,7 +438,9 @@ class StoreReader:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
         header = self.header
         attributes: dict[str, str | int] = {"run": header.run, "snapshot": self.snapshot, "eta": header.eta}
-        return dataframes.to_xarray(self.columns(), self.table(names=SPAN_COLUMNS), self._read_root(), attributes)
+        return dataframes.to_xarray(
+            self.displayed_columns(), self.stored_columns(names=TOKEN_POSITION_COLUMNS), self._read_root(), attributes
+        )
 
     def recomputed_logprobs(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, nats; None on branches without them (derived_branches.py)."""
@@ -434,7 +449,7 @@ class StoreReader:
             return None
         position = self._position(root, trajectory)
         assert position is not None, "the trajectory is stored"
-        row = self._rows(root, position, position + 1, SPAN_COLUMNS)[0]
+        row = self._row_columns(root, position, position + 1, TOKEN_POSITION_COLUMNS)[0]
         start = int(row["offset"] + row["prompt_tokens"])
         return self._slice(root, RECOMPUTED_LOGPROBS, start, start + int(row["response_tokens"]))
 
@@ -456,7 +471,7 @@ class StoreReader:
         """Read the token arrays from the first to the last of these rows. rows: at least one."""
         return self._read_tokens(self._read_root(), rows)
 
-    def _block(self, root: Any, rows: Rows) -> Iterator[EndedTrajectory]:
+    def _read_trajectories(self, root: Any, rows: Rows) -> Iterator[EndedTrajectory]:
         """Yield the trajectories of rows. Reads rows of different files separately, because most of a file of a small
         commit is empty, and concurrently, because a bucket answers each request after a while."""
         files = rows["offset"] // elements_per_file(root["tokens/ids"])
@@ -468,7 +483,7 @@ class StoreReader:
     def _read_tokens(self, root: Any, rows: Rows) -> RowTokens:
         start = int(rows["offset"].min())
         stop = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
-        names = ["ids", "logprobs", "versions", *([TEACHER] if f"tokens/{TEACHER}" in root else [])]
+        names = ["ids", "logprobs", "versions", *([TEACHER_ARRAY] if f"tokens/{TEACHER_ARRAY}" in root else [])]
         tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in names}
         text_start = int(rows["text_offset"].min())
         text_stop = int((rows["text_offset"] + rows["text_bytes"]).max())
@@ -478,14 +493,14 @@ class StoreReader:
         """Hash the rows of a commit, at start <= position < stop, as they are read now; empty if there are none. Raises
         StoreError."""
         root = self._read_root()
-        rows = self._rows(root, start, stop)
+        rows = self._row_columns(root, start, stop)
         if not len(rows):
             return ""
         tokens, token_start, text, _ = self._read_tokens(root, rows)
         mask = self._slice(root, "tokens/mask", token_start, token_start + len(tokens["ids"]))
         return layout.fingerprint_rows({**tokens, "mask": mask}, rows, text)
 
-    def masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    def token_masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Loss masks of the tokens at start <= token < stop. An audit compares them with the masks of rows."""
         return self._slice(self._read_root(), "tokens/mask", start, stop)
 
@@ -558,7 +573,7 @@ def array_names(root: Any) -> list[str]:
     """Names of the arrays that a store has or needs. Columns added after it was created, a teacher's logprobs, and
     logprobs under other weights, may be absent."""
     needed_arrays = [*(f"tokens/{name}" for name in TOKEN_ARRAYS), ROW_COUNT_ARRAY, "text", "commits", "records"]
-    optional_arrays = (*(column.array_name for column in COLUMNS), f"tokens/{TEACHER}", RECOMPUTED_LOGPROBS)
+    optional_arrays = (*(column.array_name for column in COLUMNS), f"tokens/{TEACHER_ARRAY}", RECOMPUTED_LOGPROBS)
     return needed_arrays + [name for name in optional_arrays if name in root and name not in needed_arrays]
 
 

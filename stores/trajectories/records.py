@@ -112,7 +112,7 @@ EMPTY_LEDGER = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, ve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class CommitRecord:
     """The record of any commit: of a training step with the batch it consumed, or of another event, which `kind`
     names."""
 
@@ -144,7 +144,7 @@ class StepRecord:
     previous: str = ""
     """Entry of the commit before (`chain_hash`); empty in commits of versions without a chain."""
 
-    def repeats(self, other: StepRecord | None) -> bool:
+    def is_repeat_of(self, other: CommitRecord | None) -> bool:
         """Whether this is a repeated request for the commit whose record is `other`."""
         if other is None or (self.kind, self.step) != (other.kind, other.step):
             return False
@@ -229,11 +229,11 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     return digest.hex
 
 
-CODEC = Codec(
+RECORD_CODEC = Codec(
     sparse={
         RunHeader: ("sources",),
         LedgerState: ("sources", "tasks_in_flight"),
-        StepRecord: ("inputs", "rows_fingerprint", "previous"),
+        CommitRecord: ("inputs", "rows_fingerprint", "previous"),
     },
     stored_names={
         RunHeader: {

@@ -152,7 +152,7 @@ def _is_abandoned(branch: str) -> bool:
     return not created.isdecimal() or time.time() - int(created) > ABANDONED_S
 
 
-def snapshot_of(repository: Any, step: int, path: Path) -> str:
+def step_snapshot(repository: Any, step: int, path: Path) -> str:
     """The snapshot that training step `step` committed. Raises ConfigError."""
     steps = []
     for snapshot in repository.ancestry(branch=MAIN):

@@ -36,12 +36,11 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.id_sets import IdSet, Ints
 from staleflow.stores.trajectories import layout
-from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
-from staleflow.stores.trajectories.column_chunks import append_all
+from staleflow.stores.trajectories.column_chunks import CHUNK_CODEC, append_to_arrays
 from staleflow.stores.trajectories.columns import COLUMNS, Column
-from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, TEACHER, TOKEN_ARRAYS
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX, COMMIT_COLUMNS, TEACHER_ARRAY, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, ROW_COUNT_ARRAY, StoreReader, elements_per_file, num_rows
-from staleflow.stores.trajectories.records import CODEC, EMPTY_LEDGER, RunHeader, StepRecord, chain_hash
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, RECORD_CODEC, CommitRecord, RunHeader, chain_hash
 from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
@@ -51,7 +50,7 @@ from staleflow.stores.trajectories.repository import (
     one_line,
     open_repository,
     raised_as_store_error,
-    snapshot_of,
+    step_snapshot,
     temporary_branch,
     url_of,
 )
@@ -81,7 +80,7 @@ class VersionedStore(StoreReader):
         self._ids: StoredIds | None = None
         """Loaded by the first commit, and again after a failed one."""
         self._entry = ""
-        """Entry of the last commit, loaded with `_ids`."""
+        """Chain entry of the last commit, loaded with `_ids`."""
         self._has_new_columns = False
         """Whether a commit has created columns that were added after the store was created."""
         self._failed = False
@@ -98,7 +97,7 @@ class VersionedStore(StoreReader):
         ):
             session = repository.writable_session(MAIN)
             root = zarr.open_group(session.store, mode="w", zarr_format=3)
-            create_arrays(root, CODEC.encode(header))
+            create_arrays(root, RECORD_CODEC.encode(header))
             session.commit(CREATED, metadata={"kind": CREATED})
         return cls.open(path)
 
@@ -107,7 +106,7 @@ class VersionedStore(StoreReader):
         """Open a store in its current state; or read-only at the commit of training step `at_step`, or on another
         branch."""
         return cls._open(
-            path, branch, lambda repository: None if at_step is None else snapshot_of(repository, at_step, path)
+            path, branch, lambda repository: None if at_step is None else step_snapshot(repository, at_step, path)
         )
 
     @classmethod
@@ -159,20 +158,22 @@ class VersionedStore(StoreReader):
                     kept_checks = _checks_to_keep(cls.open(path).commits(), num_steps)
                     with temporary_branch(repository, str(snapshot.id)) as branch:
                         if kept_checks:
-                            cls(repository, at_snapshot=None, location=str(path), branch=branch)._keep(kept_checks)
+                            cls(repository, at_snapshot=None, location=str(path), branch=branch)._commit_weight_checks(
+                                kept_checks
+                            )
                         repository.reset_branch(MAIN, repository.lookup_branch(branch))
         return num_undone
 
-    def _keep(self, weight_checks: tuple[WeightCheck, ...]) -> None:
+    def _commit_weight_checks(self, weight_checks: tuple[WeightCheck, ...]) -> None:
         """Commit checks of undone steps again."""
         last_records = self.commits(-1)
         ledger = last_records[0].ledger if last_records else EMPTY_LEDGER
-        record = StepRecord(kind="refusal", step=ledger.next_step, ledger=ledger, weight_checks=weight_checks)
+        record = CommitRecord(kind="refusal", step=ledger.next_step, ledger=ledger, weight_checks=weight_checks)
         self._append_and_commit(record, [], _digest(record, []))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> str:
+    def commit(self, record: CommitRecord, rows: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing. Returns the snapshot.
         Sets the record's num_rows, num_tokens, rows_fingerprint and previous.
 
@@ -222,7 +223,7 @@ class VersionedStore(StoreReader):
             "resumed elsewhere, and this is no longer its store"
         )
 
-    def _append_and_commit(self, record: StepRecord, rows: Sequence[EndedTrajectory], digest: str) -> str:
+    def _append_and_commit(self, record: CommitRecord, rows: Sequence[EndedTrajectory], digest: str) -> str:
         """Append the rows and the record, and commit. Returns the snapshot."""
         session = self._repository.writable_session(self._branch)
         root = zarr.open_group(session.store, mode="r+")
@@ -244,9 +245,9 @@ class VersionedStore(StoreReader):
 
     def _stored_ids(self, root: Any) -> StoredIds:
         table = np.asarray(root["commits"][:])
-        ends = np.cumsum(table[:, COMMIT_AT["rows"]])
-        ids = table[:, [COMMIT_AT["first_id"], COMMIT_AT["last_id"]]]
-        row_ranges = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
+        ends = np.cumsum(table[:, COMMIT_COLUMN_INDEX["rows"]])
+        ids = table[:, [COMMIT_COLUMN_INDEX["first_id"], COMMIT_COLUMN_INDEX["last_id"]]]
+        row_ranges = np.stack([ends - table[:, COMMIT_COLUMN_INDEX["rows"]], ends], axis=1)
 
         def read(start: int, stop: int) -> npt.NDArray[np.int64]:
             return self._slice(root, ROW_COUNT_ARRAY, start, stop)
@@ -255,9 +256,11 @@ class VersionedStore(StoreReader):
 
     def _last_entry(self, root: Any) -> str:
         count = self._num_commits(root)
-        return next((chain_hash(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
+        return next(
+            (chain_hash(text) for _, text in self._commit_lines(root, max(0, count - 1), count)), self.first_chain_entry
+        )
 
-    def _append(self, root: Any, record: StepRecord, rows: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
+    def _append(self, root: Any, record: CommitRecord, rows: Sequence[EndedTrajectory]) -> tuple[CommitRecord, str]:
         """Append a commit's rows and its record. Returns the record as stored, and its entry in the chain."""
         file_elements = elements_per_file(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file_elements) * file_elements
@@ -268,10 +271,10 @@ class VersionedStore(StoreReader):
         end = start + arrays.num_tokens
         new_values: dict[str, npt.NDArray[Any]] = {}
         if arrays.num_tokens:
-            if TEACHER in arrays.tokens and f"tokens/{TEACHER}" not in root:
-                _create_token_array(root, TEACHER, "float32", fill=np.nan)
-            if f"tokens/{TEACHER}" in root:
-                root[f"tokens/{TEACHER}"].resize((end,))  # of tokens that are not written it reads NaN
+            if TEACHER_ARRAY in arrays.tokens and f"tokens/{TEACHER_ARRAY}" not in root:
+                _create_token_array(root, TEACHER_ARRAY, "float32", fill=np.nan)
+            if f"tokens/{TEACHER_ARRAY}" in root:
+                root[f"tokens/{TEACHER_ARRAY}"].resize((end,))  # of tokens that are not written it reads NaN
             for name, values in arrays.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((end,))
@@ -291,12 +294,12 @@ class VersionedStore(StoreReader):
             rows_fingerprint=layout.fingerprint_rows(arrays.tokens, arrays.rows, arrays.text) if len(rows) else "",
             previous=self._entry,
         )
-        text = json.dumps(CODEC.encode(stored), separators=(",", ":")).encode()
-        append_all(root.store, new_values | _pack_record(root, stored, text, arrays.rows["trajectory"]))
+        text = json.dumps(RECORD_CODEC.encode(stored), separators=(",", ":")).encode()
+        append_to_arrays(root.store, new_values | _pack_record(root, stored, text, arrays.rows["trajectory"]))
         return stored, chain_hash(text)
 
 
-def _checks_to_keep(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
+def _checks_to_keep(records: Sequence[CommitRecord], num_steps: int) -> tuple[WeightCheck, ...]:
     """Checks after the first `num_steps` training steps of weights that may have sampled work which a resumed run
     continues, and of instances taken out of service. Those of the base model are made again at each start."""
     start = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
@@ -304,16 +307,18 @@ def _checks_to_keep(records: Sequence[StepRecord], num_steps: int) -> tuple[Weig
     return tuple(check for check in checks if check.refused or 0 < check.version <= num_steps)
 
 
-def _digest(record: StepRecord, ids: Sequence[int]) -> str:
+def _digest(record: CommitRecord, ids: Sequence[int]) -> str:
     """Identify a commit: 32 hex digits of its record and its trajectories."""
-    text = json.dumps([CODEC.encode(record), list(ids)], separators=(",", ":"))
+    text = json.dumps([RECORD_CODEC.encode(record), list(ids)], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _pack_record(root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+def _pack_record(
+    root: Any, record: CommitRecord, text: bytes, ids: npt.NDArray[np.int64]
+) -> dict[str, npt.NDArray[Any]]:
     """The values that a commit appends to `commits` and `records`. text: the encoded record. ids: ids of its
     trajectories."""
-    numbers = [*layout.commit_numbers(record), *layout.id_range(ids), root["records"].shape[0], len(text)]
+    numbers = [*layout.record_columns(record), *layout.id_range(ids), root["records"].shape[0], len(text)]
     return {"records": np.frombuffer(text, np.uint8), "commits": np.asarray([numbers], np.int64)}
 
 
@@ -330,7 +335,7 @@ def create_arrays(root: Any, header: Any) -> None:
 
 
 def _create_token_array(root: Any, name: str, dtype: str, *, fill: float = 0) -> None:
-    _create_array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE, fill=fill)
+    _create_array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file_elements=TOKEN_FILE, fill=fill)
 
 
 def _ensure_column(root: Any, column: Column, count: int) -> None:
@@ -346,14 +351,15 @@ def _create_array(
     chunks: tuple[int, ...],
     dtype: str,
     *,
-    file: int | None = None,
+    file_elements: int | None = None,
     fill: int | float | bool = 0,
 ) -> None:
-    """Create an array. file: elements per file, if a file has several chunks. fill: value of elements not written."""
+    """Create an array. file_elements: elements per file, if a file has several chunks. fill: value of elements not
+    written."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
     # Both have a checksum, which is verified at every read.
-    codecs = [CHUNK_CODEC] if file is None else [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
-    shards = None if file is None else (file,)
+    codecs = [CHUNK_CODEC] if file_elements is None else [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
+    shards = None if file_elements is None else (file_elements,)
     root.create_array(
         name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=fill,
         dimension_names=dimensions,

@@ -111,7 +111,7 @@ def _latest_rows(store: StoreReader, min_tokens: int) -> list[EndedTrajectory]:
     rows_so_far: list[EndedTrajectory] = []
     stop = store.summary().num_rows
     while stop > 0 and min_tokens > 0:
-        rows = store.rows(start := max(0, stop - ROWS_PER_READ), stop)
+        rows = store.trajectories_in_range(start := max(0, stop - ROWS_PER_READ), stop)
         rows_so_far, stop = rows + rows_so_far, start
         min_tokens -= sum(row.trajectory.num_tokens for row in rows)
     return rows_so_far

@@ -7,7 +7,7 @@ from dataclasses import replace
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import GroupDrawn
-from staleflow.stores.trajectories.records import LedgerState, StepRecord, id_ranges
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, id_ranges
 from staleflow.stores.trajectory import TrajectoryId, is_evaluation
 from staleflow.tasks.actors.server_messages import RecoveredWork
 from staleflow.tasks.actors.task_cache import TaskCache
@@ -51,7 +51,7 @@ def recovered_work(in_flight: InFlightState, started: set[TrajectoryId], ledger:
     )
 
 
-def resume_record(in_flight: InFlightState, work: RecoveredWork) -> StepRecord | None:
+def resume_record(in_flight: InFlightState, work: RecoveredWork) -> CommitRecord | None:
     """Build the record of a resumption, with the ledger as of now. Returns None if nothing has changed since the
     store's last record."""
     if not in_flight.live:  # evaluation trajectories are not resumed
@@ -68,4 +68,4 @@ def resume_record(in_flight: InFlightState, work: RecoveredWork) -> StepRecord |
         "taken_up_tokens": float(work.num_tokens),
         "started_again": float(work.num_restarted),
     }
-    return StepRecord(kind="resume", step=ledger.next_step, ledger=ledger, metrics=metrics)
+    return CommitRecord(kind="resume", step=ledger.next_step, ledger=ledger, metrics=metrics)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from staleflow.stores.in_flight.in_flight_state import InFlightState
-from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint, id_ranges
+from staleflow.stores.trajectories.records import CommitRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
@@ -63,7 +63,7 @@ class StepBatches:
             self._repeated_batch, self._repeated_step = [], -1
         return message
 
-    async def contents(self, record: StepRecord) -> tuple[list[EndedTrajectory], dict[str, float], StepRecord]:
+    async def contents(self, record: CommitRecord) -> tuple[list[EndedTrajectory], dict[str, float], CommitRecord]:
         """Return the rows of a commit, the metrics of its batch, and its record with live trajectories, metrics and
         batch fingerprint filled in."""
         batch = self.batch(record.step) if record.kind == "step" else None

@@ -16,7 +16,7 @@ from typing import TypeVar
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import Entry
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, GroupId
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -68,17 +68,17 @@ class StoreThread:
         """Why the bucket failed a request that is being retried; empty if there is none."""
         return next(iter(self._failures.values()), "")
 
-    async def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> None:
+    async def commit(self, record: CommitRecord, rows: Sequence[EndedTrajectory]) -> None:
         """Store a commit. Raises StoreError."""
         await self._run(lambda: self._store.commit(record, rows))
 
     async def consumed_rows(self, step: int) -> list[EndedTrajectory]:
         """Return the rows that a stored step consumed, in its order. Raises StoreError."""
-        return await self._run(lambda: list(self._store.ended(step)))
+        return await self._run(lambda: list(self._store.trajectories(step)))
 
     async def chain_entry(self, step: int) -> str:
         """Return the entry of a stored step in the run's chain. Raises StoreError."""
-        return await self._run(lambda: self._store.entry(step))
+        return await self._run(lambda: self._store.chain_entry(step))
 
     def close(self) -> None:
         """Wait for running operations, and end the thread."""

@@ -29,7 +29,7 @@ from staleflow.stores.in_flight.in_flight_state import InFlightState, NewGroup
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import EMPTY_LEDGER, LedgerState, StepRecord
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -96,7 +96,7 @@ class TrajectoryServer:
         self._draft_corpus = DraftCorpus(self._in_flight, MAX_TOKENS if settings.serves_drafts else 0, existing_store)
         self._resume_points = ResumePoints(path.with_name("resume"))
         self._task_cache = TaskCache(self._prompts, prompts.sets, self._in_flight.tasks_of)
-        self._last_record: StepRecord | None = None
+        self._last_record: CommitRecord | None = None
         self._committed = asyncio.Event()
         """Set by the next commit, and replaced."""
         self._store_thread = StoreThread(self._store, settings.commit_s)
@@ -111,7 +111,7 @@ class TrajectoryServer:
 
     # -- a stored run --------------------------------------------------------------------------------------------
 
-    def _recover(self, records: Sequence[StepRecord]) -> None:
+    def _recover(self, records: Sequence[CommitRecord]) -> None:
         """Recover the work that was in flight when the run's previous trajectory server ended."""
         if records:
             self._last_record = records[-1]
@@ -471,7 +471,7 @@ class TrajectoryServer:
         entry = spool_entries.TrajectoriesDiscarded(endings=endings, versions=versions)
         await self._async_spool.append([entry] if self._in_flight.apply(entry) else [])
 
-    async def commit(self, record: StepRecord) -> dict[str, float]:
+    async def commit(self, record: CommitRecord) -> dict[str, float]:
         """Commit a step: the rows it consumed, and all that ended since the last commit. Returns metrics of the batch.
 
         A refusal is stored without rows and with the ledger of the previous commit, because rows that ended since then
@@ -483,7 +483,7 @@ class TrajectoryServer:
         started_s = time.monotonic()
         if record.kind == "refusal":
             record = replace(record, step=self._last_ledger.next_step, ledger=self._last_ledger)
-        if record.repeats(last_record := self._last_record):  # the caller did not get the reply and calls again
+        if record.is_repeat_of(last_record := self._last_record):  # the caller did not get the reply and calls again
             return {"commit_s": 0.0, **(last_record.metrics if last_record else {})}
         if record.kind == "refusal":
             await self._commit(record, [])
@@ -520,7 +520,7 @@ class TrajectoryServer:
     def _now(self) -> float:
         return time.monotonic() - self._clock_start_s
 
-    async def _commit(self, record: StepRecord, rows: list[EndedTrajectory]) -> None:
+    async def _commit(self, record: CommitRecord, rows: list[EndedTrajectory]) -> None:
         await self._store_thread.commit(record, rows)
         self._last_record = record
         self._committed.set()

@@ -63,7 +63,7 @@ def test_rows_and_a_local_reward_function_train_a_model(job: Path, capsys: pytes
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/3", "1/3", "2/3"]
     stored = VersionedStore.open(result.run_dir / "store")
-    rows = [row.trajectory for row in stored.ended() if row.fate is Fate.CONSUMED]
+    rows = [row.trajectory for row in stored.trajectories() if row.fate is Fate.CONSUMED]
     assert len(rows) == 3 * 16
     assert {row.reward % 1 for row in rows} == {0.5}
     assert [json.loads(line) for line in (result.run_dir / "rows.jsonl").read_text().splitlines()] == ROWS

@@ -87,7 +87,7 @@ def test_trajectories_are_flat_records_with_texts(run: staleflow.Run) -> None:
 
 def test_trajectories_match_the_store(run: staleflow.Run) -> None:
     store = VersionedStore.open(run.path / "store")
-    for found, row in zip(run.trajectories(texts=False), store.ended(), strict=True):
+    for found, row in zip(run.trajectories(texts=False), store.trajectories(), strict=True):
         assert (found.prompt, found.response, found.messages) == ("", "", ())
         assert found.id == row.trajectory.id
         assert np.array_equal(found.logprobs, row.trajectory.logprobs)
@@ -103,7 +103,7 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, ru
     batch = run.batch(1)
     assert batch.intact
     assert [t.id for t in batch.trajectories] == [4, 5]
-    rows = list(VersionedStore.open(run.path / "store").ended(step=1))
+    rows = list(VersionedStore.open(run.path / "store").trajectories(step=1))
     assert batch.fingerprint == batch_fingerprint((row.trajectory, row.advantage) for row in rows)
     with pytest.raises(staleflow.ConfigError, match="no commit of step 7"):
         run.batch(7)

@@ -50,7 +50,7 @@ def test_a_job_with_a_function_and_rows_runs_on_the_cluster(job: Path, client: C
     assert (status.state, status.step, status.steps) == ("done", 2, 2)
     assert status.tokens_per_s == pytest.approx(result.summary["tokens_per_s"])
     stored = VersionedStore.open(result.run_dir / "store")
-    assert {row.trajectory.reward % 1 for row in stored.ended() if not row.trajectory.error} == {0.5}
+    assert {row.trajectory.reward % 1 for row in stored.trajectories() if not row.trajectory.error} == {0.5}
     assert (result.run_dir / "rows.jsonl").is_file()
     assert (result.run_dir / "code" / "reward_reward.py").is_file()
     assert submitted.id in {known.id for known in staleflow.submitted_jobs(client=client)}

@@ -18,7 +18,7 @@ def length(response: str, record: Mapping[str, Any]) -> float:
 def identify(run: staleflow.Run) -> list[str]:
     """Use what identifies a run."""
     described: tuple[bool, bool, int, str] = (run.live, run.finished, run.eta, run.bound)
-    summary: staleflow.Summary | None = run.summary()
+    summary: staleflow.StoreSummary | None = run.summary()
     count = 0 if summary is None else summary.num_steps
     learning_rate: float = run.job.training.learning_rate
     lineage: Mapping[str, Any] = run.lineage
@@ -28,7 +28,7 @@ def identify(run: staleflow.Run) -> list[str]:
 
 def read(run: staleflow.Run) -> float:
     """Use what a run stored."""
-    commits: list[staleflow.StepRecord] = run.commits()
+    commits: list[staleflow.CommitRecord] = run.commits()
     last = run.steps()[-1]
     ledger: staleflow.LedgerState = last.ledger
     batch: staleflow.ConsumedBatch = run.batch(last.step)

@@ -18,7 +18,7 @@ from staleflow.pipeline.coordination import decision_log, forecast
 from staleflow.pipeline.coordination.events import DecodeStats, InstanceLost, InstanceReported, PullFinished
 from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -168,7 +168,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
             ledger = LedgerState(
                 num_started=ids[-1] + 1, num_ended=dict(ended), live=(), next_step=step + 1, version=step
             )
-            await server.commit(StepRecord(kind="step", step=step, ledger=ledger))
+            await server.commit(CommitRecord(kind="step", step=step, ledger=ledger))
             await asyncio.sleep(0)
         assert largest(server, (MemoryStore,)) == {}
         assert server._draft_corpus._num_tokens <= remembered, "of stored responses, for drafts"

@@ -45,7 +45,7 @@ ROWS_PER_STEP = 16
 def test_a_run_completes_and_its_weights_are_verified(gpu_job: Path, layout: str, dtype: str, eta: int) -> None:
     end = run(gpu_job, *CUDA, f"cluster.layout={layout}", f"model.dtype={dtype}", f"staleness.eta={eta}", "steps=3")
     store = check(end.run_dir, 3)
-    assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 3 * ROWS_PER_STEP
+    assert sum(entry.fate is Fate.CONSUMED for entry in store.trajectories()) == 3 * ROWS_PER_STEP
     mismatches = [record.metrics["mismatch_max"] for record in store.commits() if "mismatch_max" in record.metrics]
     assert 0 < max(mismatches) < (1e-2 if dtype == "float32" else 0.3)
 
@@ -73,7 +73,7 @@ def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
     driver = run_and_strike(gpu_job, overrides, victim, signal.SIGKILL)
     assert any(f"{victim} is gone" in loss for loss in driver.report.losses)
     store = check(gpu_job.parent / "runs" / "job", 6)
-    assert sum(entry.fate is Fate.CONSUMED for entry in store.ended()) == 6 * ROWS_PER_STEP
+    assert sum(entry.fate is Fate.CONSUMED for entry in store.trajectories()) == 6 * ROWS_PER_STEP
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

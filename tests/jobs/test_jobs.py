@@ -208,10 +208,10 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     summary = json.loads((far / "summary.json").read_text())
     assert [start.end for start in starts.read(far)] == ["", "done"], cluster("logs", id).stdout
     assert summary["commands"]["Train"] >= 20 - 1, "those before the driver's death, too, but for what it had not noted"
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 20 * 16
     exported = command(*export)  # there is room now
     assert exported.returncode == 0, exported.stderr
-    assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.ended()))
+    assert len((tmp_path / "far.jsonl").read_text().splitlines()) == len(list(store.trajectories()))
     log = cluster("logs", id)
     assert "resuming from version" in log.stdout
     assert "rollout-0 continues with an engine that is already loaded" in log.stdout

@@ -11,7 +11,7 @@ import pytest
 from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import decision_log
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command, error_line
 from tests.coordination.test_journal import BASE, SHAPES, TinyBody
@@ -29,7 +29,7 @@ def run_folder(folder: Path) -> TinyBody:
     store = VersionedStore.create(folder / "store", header)
     for step in range(7):
         ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=min(step + 1, 6), version=step)
-        store.commit(StepRecord(kind="end" if step == 6 else "step", step=step, ledger=ledger), [])
+        store.commit(CommitRecord(kind="end" if step == 6 else "step", step=step, ledger=ledger), [])
     return body
 
 

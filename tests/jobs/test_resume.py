@@ -74,7 +74,7 @@ def test_a_copy_of_a_run_with_all_processes_killed_resumes_and_passes_the_audit(
     stored = check(folder, len(VersionedStore.open(folder / "store").commits()))
     trained = len(stored.commits())
     entries = list(Spool(folder / "spool", group_size=stored.header.group_size).read())
-    ended = {e.trajectory.id for e in stored.ended()}
+    ended = {e.trajectory.id for e in stored.trajectories()}
     ended |= {ending.trajectory for e in entries if isinstance(e, TrajectoriesDiscarded) for ending in e.endings}
     assert trained >= 3
     assert len(ResumePoints(folder / "resume").versions()) <= NUM_LATEST_KEPT
@@ -100,9 +100,9 @@ def test_a_copy_of_a_run_with_all_processes_killed_resumes_and_passes_the_audit(
         if isinstance(e, TokensDelivered) and any(s.version <= record.step for s in e.segments)
     }
     assert took == len(sampled - ended)
-    lost = [e for e in store.ended() if e.reason is AbortReason.RUN_ENDED]
+    lost = [e for e in store.trajectories() if e.reason is AbortReason.RUN_ENDED]
     assert all(e.fate is Fate.ABORTED and len(e.trajectory.prompt_tokens) for e in lost)
-    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.commits()[-1].ledger.num_started))
+    assert sorted(e.trajectory.id for e in store.trajectories()) == list(range(store.commits()[-1].ledger.num_started))
     assert "the same commands" in command("replay", folder).stdout
 
 
@@ -128,8 +128,8 @@ def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: P
     assert end.returncode == 0, end.stderr
     store = check(folder, trained + 1)
     assert [r.kind for r in store.commits()].count("end") == 1, "what the first end gave up has gone on"
-    assert sorted(e.trajectory.id for e in store.ended()) == list(range(store.commits()[-1].ledger.num_started))
-    assert {e.step for e in store.ended() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
+    assert sorted(e.trajectory.id for e in store.trajectories()) == list(range(store.commits()[-1].ledger.num_started))
+    assert {e.step for e in store.trajectories() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
 
 
 def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) -> None:

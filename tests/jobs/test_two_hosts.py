@@ -78,7 +78,7 @@ def processes(cluster: Cluster, role: str) -> dict[str, int]:
 def check_whole(folder: Path) -> list[str]:
     """Check that every step is trained and every prompt used once; returns the losses."""
     store = check(folder / "runs" / NAME, STEPS)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == STEPS * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == STEPS * 16
     assert prompts(folder / "runs" / NAME).findings() == []
     losses: list[str] = json.loads((folder / "runs" / NAME / "summary.json").read_text())["losses"]
     return losses
@@ -101,14 +101,14 @@ def sampled_again(run_dir: Path) -> dict[int, int]:
                 if (lost := reached.get(trajectory, 0) - tokens) > 0:
                     again[trajectory] = lost
                 reached[trajectory] = tokens
-    for row in VersionedStore.open(run_dir / "store").ended():
+    for row in VersionedStore.open(run_dir / "store").trajectories():
         if (lost := reached.get(row.trajectory.id, 0) - row.trajectory.num_tokens) > 0:
             again[row.trajectory.id] = lost
     return again
 
 
 def sampling_instances(folder: Path) -> set[str]:
-    rows = VersionedStore.open(folder / "runs" / NAME / "store").ended()
+    rows = VersionedStore.open(folder / "runs" / NAME / "store").trajectories()
     return {str(segment.instance) for row in rows for segment in row.trajectory.segments}
 
 

@@ -12,7 +12,7 @@ from staleflow.pipeline.run_page import charts, listing
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.trajectories.columns import has_reward
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 
 
 def columns(count: int = 200) -> dict[str, Any]:
@@ -141,9 +141,9 @@ def test_the_mean_of_a_step_is_over_its_trained_trajectories() -> None:
     assert result["means"][1][3] is None
 
 
-def record(step: int, ended: dict[str, int], kind: str = "step", **metrics: float) -> StepRecord:
+def record(step: int, ended: dict[str, int], kind: str = "step", **metrics: float) -> CommitRecord:
     ledger = LedgerState(num_started=0, num_ended=ended, live=(), next_step=step + 1, version=step)
-    return StepRecord(kind=kind, step=step, ledger=ledger, metrics={"elapsed_s": float(step + 1), **metrics})
+    return CommitRecord(kind=kind, step=step, ledger=ledger, metrics={"elapsed_s": float(step + 1), **metrics})
 
 
 RECORDS = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.stores.trajectories.derived_branches import BranchRewards, derive
+from staleflow.stores.trajectories.derived_branches import BranchRewards, derive_rewards
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.run_page.page_client import Page
 from tests.support.stored_runs import Response, StoredRun
@@ -215,7 +215,9 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
         loss_mask=np.ones(4, np.bool_),
         errors={2: "no answer"},
     )
-    derive(VersionedStore.open(run.run_dir / "store"), run.run_dir / "store", "better", new, {"reward": "mine.py:f"})
+    derive_rewards(
+        VersionedStore.open(run.run_dir / "store"), run.run_dir / "store", "better", new, {"reward": "mine.py:f"}
+    )
     assert page.ask("run")["branches"] == ["main", "better"]
     result = page.ask("compare", first="main", second="better")
     assert (result["changed"], result["order_changed"], result["groups"]) == (2, [1], 2)

@@ -37,7 +37,7 @@ def test_a_response_with_a_non_finite_logprob_is_retried_and_then_fails(body: Bo
     assert {event.trajectory for event in failures} == {3}
     assert len(failures) == run.config.rollout.max_attempts + 1
     assert all("has a logprob of nan" in event.error for event in failures)
-    (row,) = (row for row in run.store.ended() if row.trajectory.id == 3)
+    (row,) = (row for row in run.store.trajectories() if row.trajectory.id == 3)
     assert (row.fate, row.reason) == (Fate.ABORTED, AbortReason.ENGINE_FAILED)
     assert row.trajectory.num_tokens == 0
 
@@ -116,7 +116,7 @@ def test_trajectories_of_a_lost_instance_continue_on_its_replacement(body: Body)
     """The run has one instance, so everything runs on its replacement."""
     run = body.run("rollout.instances=1", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     check_replaced(run, "rollout-0", "connection closed")
-    instances = {s.instance for row in run.store.ended() for s in row.trajectory.segments}
+    instances = {s.instance for row in run.store.trajectories() for s in row.trajectory.segments}
     assert instances in ({"rollout-0", "rollout-0.1"}, {"rollout-0.1"})
     joined = [e.instance for _, e in run.events("InstanceJoined")]
     assert joined == ["rollout-0", "rollout-0.1"]
@@ -141,7 +141,7 @@ def test_an_instance_with_wrong_weights_is_refused_before_its_next_token(body: B
     world = World(loads_wrong=wrong) if how == "weights" else World(computes_wrong=wrong)
     run = body.run("steps=6", world=world)
     check_replaced(run, "rollout-0", "rollout-0 is out of service at version 2: ")
-    segments = [s for row in run.store.ended() for s in row.trajectory.segments if s.instance == "rollout-0"]
+    segments = [s for row in run.store.trajectories() for s in row.trajectory.segments if s.instance == "rollout-0"]
     assert {s.version for s in segments} <= {0, 1}
     checks = WeightChecks(run.records)
     counts = checks.counts()
@@ -415,7 +415,7 @@ def test_occasional_reward_failures_are_recorded_per_row(body: Body, caplog: pyt
     ]
     assert len(received) == 1
     assert received[0].endswith("reward failed: a third; further ones: steps count them")
-    rows = list(run.store.ended())
+    rows = list(run.store.trajectories())
     failed = [r for r in rows if r.trajectory.error]
     assert 0 < len(failed) < len(rows)
     assert all(not r.loss_mask and r.advantage == 0 and r.trajectory.error == "a third" for r in failed)

@@ -138,7 +138,7 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     )  # fmt: skip
     driver = asyncio.run(run_and_interfere(job, overrides, interfere))
     run_dir = job.parent / "runs" / "job"
-    rows = list(check(run_dir, STEPS).ended())
+    rows = list(check(run_dir, STEPS).trajectories())
     result = agent_records(heard)
     by_agents = {received_turns(written) for written in result.values()}
     consumed = [tuple(stored_turns(row.trajectory)) for row in rows if row.fate is Fate.CONSUMED]

@@ -58,7 +58,7 @@ def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str,
     store = check(end.run_dir, STEPS)
     assert verify_run(end.run_dir, steps=STEPS).verified
     tokenizer, model = AutoTokenizer.from_pretrained(player), AutoModelForCausalLM.from_pretrained(player)
-    rows = list(store.ended())
+    rows = list(store.trajectories())
     consumed = [row for row in rows if row.fate is Fate.CONSUMED]
     assert len(consumed) == STEPS * 16
     assert max(len(row.trajectory.turns) for row in consumed) == 4

@@ -64,7 +64,7 @@ def test_turns_end_at_the_stop_strings_of_their_requests(job: Path, tiny_model: 
             cut += turn == 1 and find_stop(text, STOP) is not None
     assert stopped > 10, "or it shows nothing"
     assert cut > 0, "turns without stop strings go on"
-    ended = [row for row in check(end.run_dir, 3).ended() if row.fate is Fate.CONSUMED]
+    ended = [row for row in check(end.run_dir, 3).trajectories() if row.fate is Fate.CONSUMED]
     stored = {turn for row in ended for turn in stored_turns(row.trajectory)}
     assert stored
     assert stored <= received

@@ -88,7 +88,7 @@ def test_invariants_hold_for_other_configurations(body: Body, shape: str) -> Non
     run = body.checked_run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
     assert run.store.header.eta == run.config.staleness.eta
     if shape == "synchronous":
-        assert {row.staleness for row in run.store.ended()} == {0}
+        assert {row.staleness for row in run.store.trajectories()} == {0}
 
 
 def test_many_groups_arrive_in_several_events(body: Body) -> None:
@@ -187,13 +187,13 @@ def test_garbage_older_than_a_tick_is_collected_once_an_hour(
 def test_a_migrated_trajectory_continues_from_its_tokens_on_another_instance(body: Body) -> None:
     run = body.checked_run(*MOVING, world=long_ones())
     assert run.commands("Interrupt")
-    moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
+    moved = [r for r in run.store.trajectories() if len({s.instance for s in r.trajectory.segments}) > 1]
     assert moved, "no trajectory has segments of two instances"
 
 
 def test_groups_without_signal_are_dropped_and_replaced(body: Body) -> None:
     run = body.checked_run("batch.filtering=no_signal", world=World(length=lambda t: 6 + (t % 3) * (t % 4)))
-    rows = list(run.store.ended())
+    rows = list(run.store.trajectories())
     assert {r.fate for r in rows} == {Fate.CONSUMED, Fate.FILTERED}
     for group in {r.trajectory.group for r in rows}:
         members = [r for r in rows if r.trajectory.group == group]

@@ -38,7 +38,7 @@ def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
     assert [(r.kind, r.step) for r in run.records] == [("step", 0), ("step", 1), ("end", 2)]
     assert run.workers.actor("trainer").saved[-1].endswith("step-000002")
     run.check_kept()
-    given_up = [row for row in run.store.ended() if row.reason is AbortReason.RUN_ENDED]
+    given_up = [row for row in run.store.trajectories() if row.reason is AbortReason.RUN_ENDED]
     assert given_up, "trajectories in flight are stored as aborted"
     assert run.records[-1].ledger.num_live == 0
 

@@ -61,7 +61,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
     assert "environment-0" in driver.report.losses[0]
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert audit(store).findings == ()
-    consumed = [row.trajectory for row in store.ended() if row.fate is Fate.CONSUMED]
+    consumed = [row.trajectory for row in store.trajectories() if row.fate is Fate.CONSUMED]
     assert len(consumed) == 6 * 16
     for t in consumed:
         assert len(t.turns) == 3 or (t.finish is FinishReason.LENGTH and t.num_tokens >= 24 - 3)

@@ -50,7 +50,7 @@ def test_every_turn_has_an_environment_step_and_episodes_are_stored_whole(body: 
     assert len(answered) > 12
     assert not run.commands("Score")
     assert len({(c.trajectory, c.route_number) for c in routes}) == len(routes)
-    rows = [row.trajectory for row in run.store.ended()]
+    rows = [row.trajectory for row in run.store.trajectories()]
     waited = [span.seconds for t in rows for span in t.spans if isinstance(span, EnvSpan)]
     assert all(s > 0 for s in waited)
     assert {span.role for t in rows for span in t.spans if isinstance(span, EnvSpan)} == {"tool"}
@@ -102,7 +102,7 @@ def test_surplus_episodes_are_closed(body: Body) -> None:
     assert len(dismissed) == len(set(dismissed)) > 0
     handed = [t for call in run.workers.calls if call.method == "close_episodes" for t in call.args[0]]
     assert set(handed) <= set(dismissed)
-    surplus = {r.trajectory.id for r in run.store.ended() if r.reason is AbortReason.SURPLUS_MEMBER}
+    surplus = {r.trajectory.id for r in run.store.trajectories() if r.reason is AbortReason.SURPLUS_MEMBER}
     assert set(dismissed) & surplus
 
 
@@ -227,8 +227,8 @@ def test_a_failed_environment_restarts_and_gives_no_zero_reward(body: Body) -> N
     run = body.checked_run(*AGENTS, "simulation.failed_step_share=0.1")
     failed = Counter(event.trajectory for _, event in run.events("EnvironmentFailed"))
     assert failed
-    assert not any(row.trajectory.error for row in run.store.ended())
-    reasons = {row.reason for row in run.store.ended()}
+    assert not any(row.trajectory.error for row in run.store.trajectories())
+    reasons = {row.reason for row in run.store.trajectories()}
     assert max(failed.values()) <= 3 or AbortReason.ENVIRONMENT_FAILED in reasons
 
 
@@ -267,7 +267,7 @@ def test_episodes_lost_with_their_host_are_not_failures(body: Body, monkeypatch:
     assert len(run.outcomes.losses) == 3
     assert run.events("EnvironmentFailed")
     assert all(event.lost for _, event in run.events("EnvironmentFailed"))
-    assert AbortReason.ENVIRONMENT_FAILED not in {row.reason for row in run.store.ended()}
+    assert AbortReason.ENVIRONMENT_FAILED not in {row.reason for row in run.store.trajectories()}
 
 
 def test_the_share_of_failures_is_that_of_ended_episodes(body: Body) -> None:

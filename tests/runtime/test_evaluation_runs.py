@@ -37,7 +37,7 @@ def versions(run: Run) -> list[int]:
 def check(run: Run) -> None:
     """Check the invariants of the run, and that nothing of an evaluation is in its store or in a batch."""
     run.check()
-    assert not any(is_evaluation(row.trajectory.id) for row in run.store.ended())
+    assert not any(is_evaluation(row.trajectory.id) for row in run.store.trajectories())
     assert all(first >= 0 for record in run.records for first, _ in record.ledger.live)
     written = json.loads((run.config.run_dir / "evaluations.json").read_text())
     assert [row["version"] for row in written] == versions(run)

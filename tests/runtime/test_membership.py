@@ -46,7 +46,7 @@ def test_workers_that_join_later_become_instances(body: Body) -> None:
     assert instances(run) == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"], (
         "four, though a fifth worker is there"
     )
-    sampled = {s.instance for row in run.store.ended() for s in row.trajectory.segments}
+    sampled = {s.instance for row in run.store.trajectories() for s in row.trajectory.segments}
     assert sampled == set(instances(run))
     assert lines(run)[0] == "2 of 2 instances, at most 4"
     assert lines(run)[-1] == "4 of 2 instances, at most 4"
@@ -129,7 +129,7 @@ def run_with_retirement(
 def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> None:
     run = run_with_retirement(body)
     assert run.outcomes.losses == []
-    moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]
+    moved = [r for r in run.store.trajectories() if len({s.instance for s in r.trajectory.segments}) > 1]
     assert moved, "no trajectory has tokens of two instances"
     assert "close" in run.workers.methods("rollout-1")
     assert "rollout-1.1" in instances(run), "another worker takes its place"

@@ -60,7 +60,7 @@ def rewound_store(store: MemoryStore, num_steps: int) -> MemoryStore:
     records = store.commits()
     if sum(r.kind == "step" for r in records) <= num_steps and not (records and records[-1].kind == "end"):
         return store
-    kept, rows = MemoryStore(store.header), list(store.ended())
+    kept, rows = MemoryStore(store.header), list(store.trajectories())
     for record in store.commits():
         if sum(r.kind == "step" for r in kept.commits()) == num_steps:
             break
@@ -118,7 +118,7 @@ def check_whole(run: Run) -> None:
     if run.error is not None:
         raise run.error
     run.check_kept()
-    rows = list(run.store.ended())
+    rows = list(run.store.trajectories())
     started = run.records[-1].ledger.num_started
     assert sorted(row.trajectory.id for row in rows) == list(range(started))
     fates = Counter(row.fate for row in rows)
@@ -132,9 +132,11 @@ def check_sources(run: Run) -> None:
     skipped, and that all batches have equal sizes."""
     ledger = run.records[-1].ledger
     assert ledger.tasks_in_flight == ()
-    batches = Counter(row.step for row in run.store.ended() if row.fate is Fate.CONSUMED)
+    batches = Counter(row.step for row in run.store.trajectories() if row.fate is Fate.CONSUMED)
     assert set(batches.values()) == {run.config.trajectories_per_step}
-    rows = {row.trajectory.group: row for row in run.store.ended() if row.reason is not AbortReason.SURPLUS_MEMBER}
+    rows = {
+        row.trajectory.group: row for row in run.store.trajectories() if row.reason is not AbortReason.SURPLUS_MEMBER
+    }
     for number, state in enumerate(ledger.sources):
         groups = [row for row in rows.values() if row.trajectory.source == number]
         fates = Counter(row.fate for row in groups)
@@ -167,11 +169,11 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
     routed = {c.trajectory for c in second.commands("Route")}
     assert not routed & {m.trajectory for m in members if m.sampled}, "a finished response was sampled again"
     before = {t.id: t for t in first.workers.actor("server")._in_flight.live.values() if t.segments}
-    for row in second.store.ended():
+    for row in second.store.trajectories():
         t = row.trajectory
         if t.id in before:
             assert list(t.versions)[: before[t.id].num_tokens] == list(before[t.id].versions)
-    assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+    assert not [row for row in second.store.trajectories() if row.reason is AbortReason.RUN_ENDED]
 
 
 def test_a_resumed_run_computes_logprobs_that_its_teacher_had_not(body: Body) -> None:
@@ -231,7 +233,7 @@ def test_a_lost_instance_costs_only_tokens_since_its_last_delivery(body: Body, s
     ((lost_s, _),) = run.events("InstanceLost")
     routed = [c for c in run.commands("Route") if c.instance == "rollout-0"]
     assert len(routed) == 4
-    rows = {row.trajectory.id: row.trajectory for row in run.store.ended()}
+    rows = {row.trajectory.id: row.trajectory for row in run.store.trajectories()}
     kept = [sum(len(s.tokens) for s in rows[c.trajectory].segments if s.instance == "rollout-0") for c in routed]
     begun_s = min(now for now, event in run.events("GroupsArrived") if event.groups)
     sampled = world.tokens_per_s * (lost_s - begun_s)
@@ -244,7 +246,7 @@ def test_a_lost_instance_costs_only_tokens_since_its_last_delivery(body: Body, s
 
 def test_groups_consumed_by_undone_steps_are_trained_again(body: Body) -> None:
     first = body.run(*BASE, meanwhile=kill_when(lambda run: len(run.records) == 4))
-    consumed = {row.trajectory.id for row in first.store.ended() if row.step in (2, 3)}
+    consumed = {row.trajectory.id for row in first.store.trajectories() if row.step in (2, 3)}
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 2))
     check_whole(second)
     event = resumed_event(second)
@@ -303,14 +305,16 @@ def test_work_abandoned_by_a_stopped_run_continues_after_the_resume(body: Body) 
 
     first = body.run(*BASE, meanwhile=stop)
     assert first.records[-1].kind == "end"
-    given_up = {r.trajectory.id for r in first.store.ended() if r.reason is AbortReason.RUN_ENDED}
-    sampled = {r.trajectory.id for r in first.store.ended() if r.trajectory.id in given_up and r.trajectory.segments}
+    given_up = {r.trajectory.id for r in first.store.trajectories() if r.reason is AbortReason.RUN_ENDED}
+    sampled = {
+        r.trajectory.id for r in first.store.trajectories() if r.trajectory.id in given_up and r.trajectory.segments
+    }
     assert sampled
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
     check_whole(second)
     kept = {m.trajectory for group in resumed_event(second).groups for m in group.members if m.tokens}
     assert sampled <= kept
-    consumed = {r.trajectory.id for r in second.store.ended() if r.fate is Fate.CONSUMED}
+    consumed = {r.trajectory.id for r in second.store.trajectories() if r.fate is Fate.CONSUMED}
     assert given_up & consumed
     assert min(set(range(max(consumed))) - consumed, default=max(consumed)) >= max(given_up)
 
@@ -351,4 +355,4 @@ def test_responses_missing_from_the_spool_start_again(body: Body, shape: str, ke
         shutil.rmtree(spool)
     second = body.run(config=first.config, world=first.world, resumption=resumption_of(first, 0))
     check_whole(second)
-    assert not [row for row in second.store.ended() if row.reason is AbortReason.RUN_ENDED]
+    assert not [row for row in second.store.trajectories() if row.reason is AbortReason.RUN_ENDED]

@@ -346,7 +346,7 @@ def check_server_restored(run: Run, losses: int = 1) -> None:
     assert len(run.outcomes.losses) == losses
     assert run.workers.names.count("server") == 1 + losses
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
-    groups = {row.trajectory.group for row in run.store.ended()}
+    groups = {row.trajectory.group for row in run.store.trajectories()}
     assert groups == set(range(len(groups)))
 
 

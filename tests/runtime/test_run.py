@@ -71,7 +71,7 @@ def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[s
 def test_a_run_trains_and_stores_its_steps(job: Path, memory_folder: Path) -> None:
     end = run(job, "staleness.eta=2", "training.checkpoint_every=2", f"cluster.shared_memory={memory_folder}")
     store = check(end.run_dir, 5)
-    assert len(list(store.ended())) == 5 * 16
+    assert len(list(store.trajectories())) == 5 * 16
     assert {r.kind for r in store.commits()} == {"step", "end"}
     summary: dict[str, Any] = json.loads((end.run_dir / "summary.json").read_text())
     assert [e["version"] for e in summary["evaluations"]] == [0, 5]
@@ -199,8 +199,8 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
     first, second = driver.report.losses
     assert "rollout-0 " in first and f"{role} is gone" in second
     store = check(job.parent / "runs" / "job", 8)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
-    instances = {str(segment.instance) for row in store.ended() for segment in row.trajectory.segments}
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 8 * 16
+    instances = {str(segment.instance) for row in store.trajectories() for segment in row.trajectory.segments}
     assert instances <= {"rollout-0", "rollout-0.1", "rollout-1"}, "only the killed one was replaced"
 
 
@@ -212,7 +212,7 @@ def test_a_killed_teacher_is_replaced_and_steps_are_verified_without_it(job: Pat
     (loss,) = driver.report.losses
     assert "teacher-0 is gone" in loss
     folder = job.parent / "runs" / "job"
-    consumed = [row.trajectory for row in check(folder, 4).ended() if row.fate is Fate.CONSUMED]
+    consumed = [row.trajectory for row in check(folder, 4).trajectories() if row.fate is Fate.CONSUMED]
     assert len(consumed) == 4 * 16
     differences = {True: list[float](), False: list[float]()}
     for t in consumed:
@@ -294,7 +294,7 @@ def test_a_cluster_with_roles_as_worker_resources_runs_a_job(job: Path, foreign_
     end = run(job, *where, f"runs_dir={os.path.relpath(job.parent / 'here')}")
     assert end.run_dir == job.parent / "here" / "job"
     store = check(end.run_dir, 5)
-    assert {s.instance for e in store.ended() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
+    assert {s.instance for e in store.trajectories() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
 
 
 def test_a_failed_run_gives_one_message_and_exit_code_1(

@@ -56,4 +56,4 @@ def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, train
     (loss,) = driver.report.losses
     assert f"{victim} is gone" in loss
     store = check(job.parent / "runs" / "job", 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16

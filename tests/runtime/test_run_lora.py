@@ -36,7 +36,7 @@ def check_attribution(job: Path, model: Path, *overrides: str) -> None:
     probe = list(range(3, 12))
     assert np.abs(np.subtract(forward_logprobs(models[5], probe), forward_logprobs(models[0], probe))).max() > 0.01
     prompts, spanned = 0, set()
-    for row in store.ended():
+    for row in store.trajectories():
         trajectory = row.trajectory
         prompts += len(trajectory.prompt_tokens)
         if row.fate is not Fate.CONSUMED:

@@ -23,7 +23,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
     points = ResumePoints(folder / "resume")
     assert points.path(points.complete_versions()[-1]).is_dir()
     resumed = staleflow("resume", folder, "--set", "steps=6", "--set", "training.ranks=1")
@@ -41,7 +41,7 @@ def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
     driver = run_and_strike(job, RANKS, victim, signal.SIGKILL, at_start=True)
     assert len(driver.report.losses) == 1
     store = check(job.parent / "runs" / "job", 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
 
 
 @pytest.mark.slow
@@ -52,6 +52,6 @@ def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Si
     assert len(driver.report.losses) == 1
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
     undisturbed = execute_plan(make_plan(folder, folder.with_name("again")), None, lambda _: None)
     assert (undisturbed.steps, undisturbed.same_steps) == (5, 5)

@@ -28,7 +28,7 @@ VLLM = ("rollout.engine.name=vllm", "deadlines.call_s=60")
 def test_a_run_with_vllm_trains_and_verifies_every_weight(job: Path, on_pull: str) -> None:
     end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", "rollout.logprob_drift_limit=1e-4")
     store = check(end.run_dir, 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
     checks = [item for record in store.commits() for item in record.weight_checks]
     assert {item.outcome for item in checks} == {"verified"}
     assert len({item.version for item in checks}) > 2
@@ -93,7 +93,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
     driver = run_and_strike(job, overrides, "rollout-0", strike)
     assert driver.report.losses
     store = check(job.parent / "runs" / "job", 12)
-    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 12 * 16
+    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 12 * 16
     for pid, segments in struck.items():
         assert not Path(f"/proc/{pid}").exists()
         assert not any(segment.exists() for segment in segments)

@@ -18,13 +18,13 @@ from tests.support.bodies import Body
 
 def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) -> None:
     run = Body(tmp_path / "runs").run(*AGENTS, "simulation.failed_step_share=0.1")
-    rows = list(run.store.ended())
+    rows = list(run.store.trajectories())
     store = VersionedStore.create(tmp_path / "s", run.store.header)
     left = iter(rows)
     for record in run.store.commits():
         store.commit(record, list(itertools.islice(left, record.num_rows)))
     store = VersionedStore.open(tmp_path / "s")
-    for stored, row in zip(store.ended(), rows, strict=True):
+    for stored, row in zip(store.trajectories(), rows, strict=True):
         first, second = stored.trajectory, row.trajectory
         for name in ("prompt_tokens", "response_tokens", "logprobs", "versions", "sampled"):
             np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
@@ -33,7 +33,7 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
         ]
         assert first.tool_s == pytest.approx(second.tool_s, abs=1e-5)
     assert audit(store).findings == plain_audit(store).findings == ()
-    columns = store.columns()
+    columns = store.displayed_columns()
     consumed = columns["fate"] == "consumed"
     assert columns["turns"][consumed].max() > 1
     steps = [r for r in store.commits() if r.kind == "step"]
@@ -50,6 +50,6 @@ def test_environments_with_empty_observations_finish_the_run(tmp_path: Path) -> 
     called again for ever."""
     run = Body(tmp_path / "runs").run(*AGENTS, "workload.tool_tokens=0")
     run.check()
-    rows = [row.trajectory for row in run.store.ended()]
+    rows = [row.trajectory for row in run.store.trajectories()]
     assert max(len(t.turns) for t in rows) > 1
     assert not any(t.num_given for t in rows)

@@ -39,7 +39,7 @@ def test_a_source_that_always_fails_is_named_and_does_not_stall_the_others(body:
     assert run.error is None
     (note,) = [note for note in run.outcomes.notes if note.startswith("task ")]
     assert note.startswith("task 'failing' gets one draw in 16")
-    trained = [row for row in run.store.ended() if row.fate is Fate.CONSUMED]
+    trained = [row for row in run.store.trajectories() if row.fate is Fate.CONSUMED]
     assert set(Counter(row.step for row in trained).values()) == {8}
     good, failing, other = run.records[-1].ledger.sources
     assert (failing.num_trained, good.num_trained + other.num_trained) == (0, 120)

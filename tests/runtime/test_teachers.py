@@ -19,7 +19,7 @@ TAUGHT = (
 
 def check_taught(run: Run) -> None:
     """Check that each response that was trained on has the teacher's logprobs of exactly its tokens."""
-    consumed = [row for row in run.store.ended() if row.fate is Fate.CONSUMED]
+    consumed = [row for row in run.store.trajectories() if row.fate is Fate.CONSUMED]
     assert len(consumed) == run.config.steps * run.config.trajectories_per_step
     for t in (row.trajectory for row in consumed):
         assert t.teacher_logprobs is not None, t.id
@@ -43,7 +43,7 @@ def test_a_run_that_compares_with_no_reference_has_no_teacher(body: Body) -> Non
     assert body.config("teacher.instances=2", "training.kl.coefficient=1").teachers == (), "an emulated run"
     run = body.checked_run(*TAUGHT[:-2])
     assert not [name for name in run.workers.names if name.startswith("teacher")]
-    assert all(row.trajectory.teacher_logprobs is None for row in run.store.ended())
+    assert all(row.trajectory.teacher_logprobs is None for row in run.store.trajectories())
 
 
 def test_sampling_goes_on_while_a_step_waits_for_a_slow_teacher(body: Body) -> None:

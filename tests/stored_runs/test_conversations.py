@@ -65,7 +65,7 @@ def test_columns_select_by_turns_and_time(run: StoredRun) -> None:
     assert sorted_ids(store, "best", 9, "turns == 3 and tool_s > 1.7 and given_tokens == 15") == [0]
     assert sorted_ids(store, "longest", 9, "turns == 1 and given_tokens + tool_s == 0") == [1, 2, 3]
     assert sorted_ids(store, "longest", 1, "") == [0]
-    assert store.columns()["response_tokens"].tolist() == [18, 7, 1, 1]
+    assert store.displayed_columns()["response_tokens"].tolist() == [18, 7, 1, 1]
 
 
 def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_an_export_has_messages_and_a_mask_of_sampled_tokens(run: StoredRun, tmp
         {"role": "assistant", "content": "done", "tokens": 4, "seconds": 0.0},
     ]
     assert [m["content"] for m in read[1][said]] == [read[1][response]] == ["no idea"]
-    for got, row in zip(read, store.ended(), strict=True):
+    for got, row in zip(read, store.trajectories(), strict=True):
         t = row.trajectory
         assert (got["turns"], got["given_tokens"], got["response_tokens"]) == (len(t.turns), t.num_given, t.num_sampled)
         np.testing.assert_array_equal(got["sampled"], t.sampled)
@@ -200,7 +200,7 @@ def test_rows_without_a_response_are_not_among_the_responses_that_failed(
 
 def test_the_turns_of_a_record_leave_its_task_source(run: StoredRun) -> None:
     prompts = actor_settings.prompt_settings(run.config, num_held_out=0, max_prompt_tokens=None).build()
-    trajectory = next(iter(run.store.ended())).trajectory
+    trajectory = next(iter(run.store.trajectories())).trajectory
     _, record = reward_rescoring._make_reward_item(prompts, trajectory, label_record("games", {"answer": "8"}))
     assert isinstance(record, LabelledRecord)
     assert (record.label, record["turns"][-1]["content"]) == ("games", "done")
@@ -252,7 +252,7 @@ def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:
 
 
 def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = list(run.store.ended())
+    stored = list(run.store.trajectories())
     row = stored[0]
 
     class Model:

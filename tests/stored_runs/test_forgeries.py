@@ -71,7 +71,7 @@ def flip(array: str) -> Forgery:
     """A flipped bit in a token array or in a column."""
 
     def forge(run: Path, rng: random.Random) -> tuple[str, ...]:
-        columns = VersionedStore.open(run / "store").columns()
+        columns = VersionedStore.open(run / "store").displayed_columns()
         row = rng.randrange(len(columns["reward"]))
 
         def change(root: Any) -> None:
@@ -91,7 +91,7 @@ def rearrange(kind: str) -> Forgery:
     """A row is added, dropped, or moved between steps."""
 
     def forge(run: Path, rng: random.Random) -> tuple[str, ...]:
-        steps = VersionedStore.open(run / "store").columns()["step"]
+        steps = VersionedStore.open(run / "store").displayed_columns()["step"]
         row, other = rng.sample(range(len(steps)), 2)
         first = row if kind == "dropped" else min(row, other)
 
@@ -120,7 +120,7 @@ def rearrange(kind: str) -> Forgery:
 
 def append_row(run: Path, rng: random.Random) -> tuple[str, ...]:
     """A row after those of the last commit, as if the last step had trained on it."""
-    row = rng.randrange(len(VersionedStore.open(run / "store").columns()["reward"]))
+    row = rng.randrange(len(VersionedStore.open(run / "store").displayed_columns()["reward"]))
 
     def change(root: Any) -> None:
         for column in COLUMNS:
@@ -160,7 +160,7 @@ def change_settings(run: Path, rng: random.Random) -> tuple[str, ...]:
 def remove_step(run: Path, rng: random.Random) -> tuple[str, ...]:
     """A step with its rows, and a new chain. Without the last step only the checkpoint shows that it is missing."""
     store, step = VersionedStore.open(run / "store"), rng.randrange(3)
-    records, rows = store.commits(), list(store.ended())
+    records, rows = store.commits(), list(store.trajectories())
     before = sum(record.num_rows for record in records[:step])
     kept = [*rows[:before], *rows[before + records[step].num_rows :]]
     store_again(run, [*records[:step], *records[step + 1 :]], kept)
@@ -170,7 +170,7 @@ def remove_step(run: Path, rng: random.Random) -> tuple[str, ...]:
 def rehash(run: Path, rng: random.Random) -> tuple[str, ...]:
     """Another reward, logprob or token, and a new chain; the certificate names it in half of the cases."""
     store = VersionedStore.open(run / "store")
-    rows = list(store.ended())
+    rows = list(store.trajectories())
     at = rng.choice([i for i, row in enumerate(rows) if row.fate is Fate.CONSUMED])
 
     def change(segment: Segment) -> Segment:
@@ -183,7 +183,7 @@ def rehash(run: Path, rng: random.Random) -> tuple[str, ...]:
     assert not check_chain(new).findings
     if rng.random() < 0.5:
         folder = run / CHECKPOINT
-        certificate.write(folder, replace(certificate.read(folder), entry=new.entry(2)))
+        certificate.write(folder, replace(certificate.read(folder), entry=new.chain_entry(2)))
     return (r"^certificate\.json: ", r"certificate\.json\.sig: no key of")
 
 

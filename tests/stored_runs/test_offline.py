@@ -61,8 +61,8 @@ def run_copy(stored: Path, tmp_path: Path) -> Path:
 
 def rows_of(run: Path, where: str = "", branch: str = "main") -> list[EndedTrajectory]:
     store = VersionedStore.open(run / "store", branch=branch)
-    mask = Selection(where).mask(store.columns())
-    return [row for row, chosen in zip(store.ended(), mask, strict=True) if chosen]
+    mask = Selection(where).mask(store.displayed_columns())
+    return [row for row, chosen in zip(store.trajectories(), mask, strict=True) if chosen]
 
 
 # -- the workers -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, run_copy
     for record in VersionedStore.open(stored / "store").commits():
         if record.kind == "step":
             store = VersionedStore.open(stored / "store", at_step=record.step)
-            batch = [(row.trajectory, row.advantage) for row in store.ended(step=record.step)]
+            batch = [(row.trajectory, row.advantage) for row in store.trajectories(step=record.step)]
             assert batch_fingerprint(batch) == record.batch_fingerprint
     shown = command("store", "show", stored, "--at-step", 1, "--json")
     assert shown.returncode == 0, shown.stderr
@@ -197,13 +197,13 @@ def test_the_batch_of_a_step_has_its_recorded_fingerprint(stored: Path, run_copy
 
     edit(run_copy / "store", change_logprob)
     store = VersionedStore.open(run_copy / "store")
-    batch = [(row.trajectory, row.advantage) for row in store.ended(step=0)]
+    batch = [(row.trajectory, row.advantage) for row in store.trajectories(step=0)]
     assert batch_fingerprint(batch) != store.commits()[0].batch_fingerprint
 
 
 def test_worst_best_and_longest_rows_are_selected(stored: Path) -> None:
     store = VersionedStore.open(stored / "store")
-    rows = {row.trajectory.id: row for row in store.ended()}
+    rows = {row.trajectory.id: row for row in store.trajectories()}
     scored = [row for row in rows.values() if row.trajectory.timings.rewarded_s > 0]
     worst = [rows[i] for i in views.sorted_ids(store, "worst", 5, "")]
     best = [rows[i] for i in views.sorted_ids(store, "best", 5, "step == 1")]
@@ -298,7 +298,7 @@ def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy:
     assert completed.returncode == 1, completed.stderr
     result = json.loads(completed.stdout)
     written = [json.loads(line)["trajectory"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    ids = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()
+    ids = VersionedStore.open(run_copy / "store").stored_columns()["trajectory"].tolist()
     assert 0 < len(result["errors"]) < len(ids)
     assert sorted([*written, *map(int, result["errors"])]) == sorted(ids)
     assert all("is corrupt" in what for what in result["errors"].values())
@@ -336,7 +336,7 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
     result = logprob_recompute.recompute(stored, last, client=pool.client, branch="under-last")
     store = VersionedStore.open(stored / "store", branch="under-last")
     assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
-    rows = [row for row in store.ended() if row.staleness == 1]
+    rows = [row for row in store.trajectories() if row.staleness == 1]
     (found,) = (row for row in result.by_staleness if row.staleness == 1)
     kept = [store.recomputed_logprobs(row.trajectory.id) for row in rows]
     ratios = [
@@ -367,7 +367,7 @@ def test_responses_with_non_finite_logprobs_are_named_and_excluded(
 
     edit(run_copy / "store", spoil)
     result = logprob_recompute.recompute(run_copy, str(tiny_model), client=pool.client)
-    row = VersionedStore.open(run_copy / "store").table()["trajectory"].tolist()[5]
+    row = VersionedStore.open(run_copy / "store").stored_columns()["trajectory"].tolist()[5]
     assert result.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
     assert all(np.isfinite(of.kl) for of in result.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):

@@ -28,7 +28,7 @@ from tests.support import forking
 
 
 def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Path) -> None:
-    before = VersionedStore.open(stored / "store").table()
+    before = VersionedStore.open(stored / "store").stored_columns()
     output = staleflow(
         "store", "rescore", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
         "--json",
@@ -37,11 +37,11 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
     result = json.loads(output.stdout)
     assert re.search("other branches: .*by-length", command("store", "show", stored).stdout)
     check(stored, 3)
-    for name, column in VersionedStore.open(stored / "store").table().items():
+    for name, column in VersionedStore.open(stored / "store").stored_columns().items():
         np.testing.assert_array_equal(column, before[name])
 
     branch = VersionedStore.open(stored / "store", branch="by-length")
-    rows = list(branch.ended())
+    rows = list(branch.trajectories())
     assert [r.trajectory.id for r in rows] == before["trajectory"].tolist()
     from transformers import AutoTokenizer
 
@@ -76,7 +76,7 @@ def test_rescoring_writes_a_branch_and_leaves_the_original_unchanged(stored: Pat
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_scored(stored: Path) -> None:
     result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", workers=2)
     assert result.errors and result.scored
-    rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
+    rows = list(VersionedStore.open(stored / "store", branch="picky").trajectories())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
     assert set(failed) == set(result.errors)
     assert {r.trajectory.error for r in failed.values()} == {"ValueError: not this one (reward_mine.py, line 7)"}, (
@@ -92,11 +92,12 @@ def test_reward_parts_may_be_given_as_in_a_job_file(stored: Path) -> None:
     result = command("store", "rescore", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
     assert result.returncode == 0, result.stderr
     table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
-    scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
-    right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
+    scored = [r.trajectory for r in table["sum"].trajectories() if r.trajectory.num_tokens]
+    right = {r.trajectory.id: r.trajectory.reward for r in table["main"].trajectories() if r.fate is Fate.CONSUMED}
     reward_rescoring.rescore(stored, f"{mine}:length", "lengths", workers=1)
     lengths = {
-        r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
+        r.trajectory.id: r.trajectory.reward
+        for r in VersionedStore.open(stored / "store", branch="lengths").trajectories()
     }
     results = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
     assert results
@@ -121,7 +122,7 @@ def test_an_unusable_reward_gives_a_one_line_error(stored: Path, words: tuple[st
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
     reward_rescoring.rescore(stored, "task", "again", workers=1)
-    first, second = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
+    first, second = (VersionedStore.open(stored / "store", branch=name).stored_columns() for name in ("main", "again"))
     consumed = first["staleness"] >= 0
     np.testing.assert_array_equal(first["reward"][consumed], second["reward"][consumed])
     np.testing.assert_allclose(first["advantage"], second["advantage"], atol=1e-6)
@@ -168,7 +169,7 @@ def test_an_invalid_rescoring_leaves_no_branch(stored: Path, monkeypatch: pytest
         rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32), loss_mask=np.zeros(1, bool), errors={}
     )
     with pytest.raises(StoreError, match="rewards for 1"):
-        derived_branches.derive(store, path, "half", short, {})
+        derived_branches.derive_rewards(store, path, "half", short, {})
     with pytest.raises(ConfigError, match="no branch 'half'; there are"):
         VersionedStore.open(path, branch="half")
     for name in ("main", "", "undone-x"):

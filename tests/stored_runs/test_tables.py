@@ -54,7 +54,7 @@ def test_without_texts_the_columns_are_those_of_the_store(run: StoredRun) -> Non
 
 
 def test_exported_tables_have_the_same_columns(run: StoredRun) -> None:
-    rows = list(run.store.ended())
+    rows = list(run.store.trajectories())
     names = {name: name for name in dataframes.TEXT_COLUMNS}
     texts = [RowTexts("p", "r", []) for _ in rows]
     table = dataframes.arrow_table(rows, names, texts)

@@ -21,7 +21,7 @@ from distributed import Client
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
 from staleflow.pipeline.stored_runs import pool as pools
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -314,7 +314,7 @@ def large_run(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ledger = LedgerState(
         num_started=ROWS, num_ended={"aborted:run_ended": ROWS}, live=(), next_step=0, version=PolicyVersion(0)
     )
-    VersionedStore.create(folder / "store", header).commit(StepRecord(kind="end", step=0, ledger=ledger), rows)
+    VersionedStore.create(folder / "store", header).commit(CommitRecord(kind="end", step=0, ledger=ledger), rows)
     return folder
 
 
@@ -339,7 +339,7 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     source = make_source(config.task.source, config.task.options, config.seed)
     expected: dict[int, tuple[float, str]] = {}
-    for row in VersionedStore.open(large_run / "store").ended():
+    for row in VersionedStore.open(large_run / "store").trajectories():
         answer = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
         prompt = source.task(int(row.trajectory.group)).prompt
         number = zlib.crc32(f"{answer}|{prompt}".encode())
@@ -351,11 +351,11 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
     monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
     for branch in ("once", "twice"):
         reward_rescoring.rescore(large_run, f"{rewards}:checksum", branch, client=threaded_client)
-        rows = VersionedStore.open(large_run / "store", branch=branch).ended()
+        rows = VersionedStore.open(large_run / "store", branch=branch).trajectories()
         assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
     # Another reward, while the threads hold the scorers of the first.
     reward_rescoring.rescore(large_run, f"{rewards}:one", "one", client=threaded_client)
-    rows = VersionedStore.open(large_run / "store", branch="one").ended()
+    rows = VersionedStore.open(large_run / "store", branch="one").trajectories()
     assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
 
 
@@ -367,7 +367,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
     logprob_recompute.recompute(large_run, str(tiny_model), client=threaded_client, branch="read")
     config = loading.load(large_run / "config.toml")
     store = VersionedStore.open(large_run / "store", branch="read")
-    rows = list(store.ended())
+    rows = list(store.trajectories())
     expected = logprob_recompute.response_logprobs(logprob_recompute.logprob_settings(config, str(tiny_model)), rows)
     for row, logprobs in zip(rows, expected, strict=True):
         result = store.recomputed_logprobs(row.trajectory.id)

@@ -68,7 +68,7 @@ def are_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 def ids_by_step(run: Path) -> list[list[int]]:
     """Return the trajectories trained by each step."""
-    columns = VersionedStore.open(run / "store").columns()
+    columns = VersionedStore.open(run / "store").displayed_columns()
     consumed = columns["fate"] == "consumed"
     return [columns["trajectory"][consumed & (columns["step"] == step)].tolist() for step in range(3)]
 
@@ -256,15 +256,15 @@ def test_the_unlearn_command_trains_and_lists_the_removed_rows(run_copy: Path) -
     )
     assert completed.returncode == 0, completed.stderr
     result = json.loads(completed.stdout)
-    columns = VersionedStore.open(run_copy / "store").columns()
+    columns = VersionedStore.open(run_copy / "store").displayed_columns()
     assert (result["rows"], result["start"], result["first_step"]) == (2, 1, 1)
     assert result["never_trained"] == int((columns["fate"] == "aborted").sum())
     view = VersionedStore.open(run_copy / "store", branch="unlearned")
     assert view.lineage["without"].startswith("trajectory in")
-    masks = dict(zip(columns["trajectory"].tolist(), view.columns()["loss_mask"].tolist(), strict=True))
+    masks = dict(zip(columns["trajectory"].tolist(), view.displayed_columns()["loss_mask"].tolist(), strict=True))
     assert {trajectory for trajectory in middle if not masks[trajectory]} == {*middle[:2]}
-    assert [row.trajectory.error for row in view.ended()] == [
-        row.trajectory.error for row in VersionedStore.open(run_copy / "store").ended()
+    assert [row.trajectory.error for row in view.trajectories()] == [
+        row.trajectory.error for row in VersionedStore.open(run_copy / "store").trajectories()
     ]
     assert Path(result["training"]["checkpoint"]).parents[1] == run_copy.with_name("copy-unlearned")
     assert command("verify", run_copy.with_name("copy-unlearned"), "--steps", 1).returncode == 0

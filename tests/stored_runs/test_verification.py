@@ -27,9 +27,9 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.files import remove
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
-from staleflow.stores.trajectories.derived_branches import BranchRewards, derive
+from staleflow.stores.trajectories.derived_branches import BranchRewards, derive_rewards
 from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
-from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.records import CommitRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Segment
 from staleflow.tasks.training import numerics
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path)
     assert completed.returncode == 0, completed.stderr
     assert (values := json.loads(completed.stdout))["checkpoint_is_equal"] and values["repeated_steps"] == [0, 1, 2]
     named = certificate.read(folder)
-    assert (named.version, named.entry) == (3, VersionedStore.open(run_copy / "store").entry(2))
+    assert (named.version, named.entry) == (3, VersionedStore.open(run_copy / "store").chain_entry(2))
 
     certificate.write(folder, replace(named, entry="0" * 64))
     assert finding_places(verify_run(run_copy, folder, steps=1)) == [("chain", certificate.FILE)]
@@ -154,10 +154,10 @@ def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_pat
 def reward_rescoring_branch(run: Path) -> None:
     """Create a branch whose rewards are the lengths of the responses."""
     store = VersionedStore.open(run / "store")
-    columns = store.columns()
+    columns = store.displayed_columns()
     lengths = columns["response_tokens"].astype(np.float32)
     new = BranchRewards(rewards=lengths, advantages=lengths - lengths.mean(), loss_mask=columns["loss_mask"], errors={})
-    derive(store, run / "store", "other", new, {"reward": "length"})
+    derive_rewards(store, run / "store", "other", new, {"reward": "length"})
 
 
 # -- what cannot be checked does not pass ----------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_forged_batch_with_a_new_chain_gives_other_weights(
 ) -> None:
     """The forger changes the trained data and recomputes all hashes but does not train. Only rows with an advantage
     affect the weights."""
-    rows = list(VersionedStore.open(run_copy / "store").ended())
+    rows = list(VersionedStore.open(run_copy / "store").trajectories())
     forged = [change(row) if row.fate is Fate.CONSUMED else row for row in rows]
     store = store_again(run_copy, VersionedStore.open(run_copy / "store").commits(), forged)
     assert not check_chain(store).findings
@@ -273,16 +273,16 @@ def test_records_without_fingerprints_inputs_or_steps_are_not_verified(run_copy:
     store_again(run_copy, [replace(record, inputs={"more": ""} if record.inputs else {}) for record in records])
     result = verify_run(run_copy, steps=ALL)
     assert not result.verified and "steps 0-2: their job file is not in the run's folder" in result.unverified
-    rows = list(VersionedStore.open(run_copy / "store").ended())
+    rows = list(VersionedStore.open(run_copy / "store").trajectories())
     before, after = records[0].num_rows, records[0].num_rows + records[1].num_rows
     store_again(run_copy, [records[0], *records[2:]], [*rows[:before], *rows[after:]])
     assert finding_places(verify_run(run_copy)) == [("chain", "step 1")]
 
 
-def store_again(run: Path, records: Sequence[StepRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
+def store_again(run: Path, records: Sequence[CommitRecord], rows: Sequence[EndedTrajectory] = ()) -> VersionedStore:
     """Commit the records and rows of a run, or others, to a new store with new hashes."""
     source = VersionedStore.open(run / "store")
-    stored, header = list(rows or source.ended()), source.header
+    stored, header = list(rows or source.trajectories()), source.header
     shutil.rmtree(run / "store")
     store = VersionedStore.create(run / "store", header)
     for record in records:
@@ -417,7 +417,7 @@ def read_all(path: Path) -> dict[str, bytes]:
 
 
 def test_the_first_record_has_the_inputs_of_the_weights(stored: Path) -> None:
-    records: list[StepRecord] = [r for r in VersionedStore.open(stored / "store").commits() if r.kind == "step"]
+    records: list[CommitRecord] = [r for r in VersionedStore.open(stored / "store").commits() if r.kind == "step"]
     assert {*records[0].inputs} == {"weights", "settings", "user_code", "staleflow", "sources", "numerics"}
     assert records[0].inputs["numerics"].startswith("torch ")
     assert all(not record.inputs for record in records[1:])

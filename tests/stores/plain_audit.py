@@ -11,8 +11,8 @@ from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.weight_counts import WeightChecks
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoredCommit, StoreReader
-from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoredCommit, StoreReader
+from staleflow.stores.trajectories.records import CommitRecord, RunHeader, batch_fingerprint
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory, outcome_key
 
 
@@ -21,11 +21,11 @@ def plain_audit(store: StoreReader) -> AuditReport:
     findings: list[Finding] = []
     try:
         records = store.commits()
-        rows = list(store.ended())
-        table = store.table()
+        rows = list(store.trajectories())
+        table = store.stored_columns()
         turns = list(zip(*(table[name].tolist() for name in ("turns", "given_tokens", "tool_s")), strict=True))
         lines = list(store.stored_commits())
-        if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
+        if broken := next((chunk for chunk in store.damaged_chunks() if chunk.array == "tokens/mask"), None):
             raise StoreError(broken.error)
     except StoreError as error:
         findings += [*_damage(store), *_array_findings(store)]
@@ -86,9 +86,9 @@ def _sampled_tokens(rows: Iterable[EndedTrajectory]) -> Counter[tuple[str, int]]
 
 def _damage(store: StoreReader) -> Iterable[Finding]:
     """Yield every corrupt chunk with the number of trajectories lost with it."""
-    damage = list(store.damage())
+    damage = list(store.damaged_chunks())
     try:
-        table = store.table(names=(*SPAN_COLUMNS, "text_offset", "text_bytes"))
+        table = store.stored_columns(names=(*TOKEN_POSITION_COLUMNS, "text_offset", "text_bytes"))
     except StoreError:
         table = {}
     for chunk in damage:
@@ -97,8 +97,8 @@ def _damage(store: StoreReader) -> Iterable[Finding]:
             begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
             if chunk.array == "text":
                 begins, sizes = table["text_offset"], table["text_bytes"]
-            first = chunk.number * chunk.elements
-            held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
+            first = chunk.chunk_index * chunk.chunk_elements
+            held = int(((begins < first + chunk.chunk_elements) & (begins + sizes > first)).sum())
             message += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
         yield Finding(check="arrays", location=chunk.array, message=message)
 
@@ -124,7 +124,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
 
 def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
     names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
-    table = store.table()
+    table = store.stored_columns()
     numbers = zip(*(table[name].tolist() for name in names), strict=True)
     root = store._read_root()
     tokens = [(root[f"tokens/{name}"][:]).tolist() for name in ("versions", "logprobs", "mask")]
@@ -202,7 +202,7 @@ def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
         yield Finding(check="bound", location=where, message=message)
 
 
-def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
+def _once(header: RunHeader, records: list[CommitRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
@@ -242,7 +242,7 @@ def _steps_by_group(rows: list[EndedTrajectory]) -> dict[int, set[int]]:
     return steps
 
 
-def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -> Iterable[Finding]:
+def conservation_of(record: CommitRecord, ended: set[int], counts: Counter[str]) -> Iterable[Finding]:
     """Yield what is wrong at one commit. ended, counts: of all rows so far."""
     where = f"{record.kind} {record.step}"
     live = {i for a, b in record.ledger.live for i in range(a, b)}
@@ -260,7 +260,7 @@ def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -
         yield Finding(check="conservation", location=where, message=message)
 
 
-def _conservation(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
+def _conservation(records: list[CommitRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check at every commit that started = stored + in flight, and that the ledger's counts match the rows."""
     ended: set[int] = set()
     counts: Counter[str] = Counter()
@@ -288,7 +288,7 @@ def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
     return counts
 
 
-def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
+def _fingerprints(records: list[CommitRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that batches read back as the trainer received them, and that instances had the published weights."""
     by_step: dict[int, list[EndedTrajectory]] = {}
     for row in rows:

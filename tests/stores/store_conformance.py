@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, RunHeader
 from staleflow.stores.trajectory import (
     AbortReason,
     EndedTrajectory,
@@ -83,8 +83,8 @@ def verified(instance: str, version: int, fingerprint: str) -> WeightCheck:
     )  # fmt: skip
 
 
-def record(step: int, kind: str = "step") -> StepRecord:
-    return StepRecord(
+def record(step: int, kind: str = "step") -> CommitRecord:
+    return CommitRecord(
         kind=kind,
         step=step,
         ledger=LedgerState(
@@ -140,7 +140,7 @@ class TrajectoryStoreTests:
 
     def test_an_empty_store(self, store: TrajectoryStore) -> None:
         assert replace(store.header, url="") == HEADER
-        assert list(store.ended()) == []
+        assert list(store.trajectories()) == []
         assert store.commits() == []
         assert store.get(TrajectoryId(0)) is None
 
@@ -152,7 +152,7 @@ class TrajectoryStoreTests:
             batch = [with_teacher(row) if step in (1, 2) and i != 1 else row for i, row in enumerate(batch)]
             kept += batch
             store.commit(record(step), batch)
-        for a, b in zip(kept, store.ended(), strict=True):
+        for a, b in zip(kept, store.trajectories(), strict=True):
             assert_same(a, b)
         read = store.get(kept[6].trajectory.id)
         assert read is not None
@@ -164,7 +164,7 @@ class TrajectoryStoreTests:
             batch = [ended(rng, 4 * step + i, step) for i in range(4)]
             kept += batch
             store.commit(record(step), batch)
-        read = list(store.ended())
+        read = list(store.trajectories())
         assert len(read) == len(kept)
         for a, b in zip(read, kept, strict=True):
             assert_same(a, b)
@@ -176,8 +176,8 @@ class TrajectoryStoreTests:
         for step in range(2):
             rows = [ended(rng, 10 * step + i, step) for i in (3, 1, 2, 0)]
             store.commit(record(step), [*rows, ended(rng, 10 * step + 5, step, Fate.ABORTED)])
-        assert [e.trajectory.id for e in store.ended(1)] == [13, 11, 12, 10]
-        assert all(e.staleness == 1 for e in store.ended(1))
+        assert [e.trajectory.id for e in store.trajectories(1)] == [13, 11, 12, 10]
+        assert all(e.staleness == 1 for e in store.trajectories(1))
 
     def test_commit_records_have_the_ledger_and_the_row_count(self, store: TrajectoryStore, rng: Any) -> None:
         rows = [ended(rng, i, 0) for i in range(4)]
@@ -197,7 +197,7 @@ class TrajectoryStoreTests:
             trajectory=empty, fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=0, loss_mask=False
         )
         store.commit(record(0), [row])
-        (read,) = store.ended()
+        (read,) = store.trajectories()
         assert_same(read, row)
         assert read.staleness == -1
 
@@ -205,5 +205,5 @@ class TrajectoryStoreTests:
         store.commit(record(0), [ended(rng, 0, 0)])
         with pytest.raises(StoreError):
             store.commit(record(1), [ended(rng, 0, 1)])
-        assert len(list(store.ended())) == 1
+        assert len(list(store.trajectories())) == 1
         assert len(store.commits()) == 1

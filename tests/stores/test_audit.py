@@ -29,12 +29,12 @@ from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
 from staleflow.stores.id_sets import IdSet, merge_ranges
 from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
-from staleflow.stores.trajectories.layout import COMMIT_AT
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX
 from staleflow.stores.trajectories.records import (
     EMPTY_LEDGER,
+    CommitRecord,
     LedgerState,
     RunHeader,
-    StepRecord,
     batch_fingerprint,
     id_ranges,
 )
@@ -95,7 +95,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
         rows = [*batch, *dropped]
         counts.update(outcome_key(r.fate, r.reason) for r in rows)
         store.commit(
-            StepRecord(
+            CommitRecord(
                 kind="step", step=step,
                 ledger=LedgerState(num_started=started, num_ended=dict(counts), live=id_ranges(live),
                                    next_step=step + 1, version=step),
@@ -108,7 +108,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     counts.update(outcome_key(r.fate, r.reason) for r in rest)
     ledger = LedgerState(num_started=started, num_ended=dict(counts), live=(), next_step=num_steps, version=num_steps)
     if rng.random() < 0.8:
-        store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), rest)
+        store.commit(CommitRecord(kind="end", step=num_steps, ledger=ledger), rest)
     return store
 
 
@@ -118,7 +118,7 @@ def in_group_of_four(row: EndedTrajectory) -> EndedTrajectory:
 
 
 def stored_of(store: VersionedStore) -> set[int]:
-    return set(store.table()["trajectory"].tolist())
+    return set(store.stored_columns()["trajectory"].tolist())
 
 
 def fits(number: int, dtype: Any) -> bool:
@@ -192,7 +192,7 @@ def truncate_array(root: Any, rng: random.Random) -> None:
 
 def change_record(root: Any, rng: random.Random) -> None:
     table, text = np.asarray(root["commits"][:]), np.asarray(root["records"][:]).tobytes()
-    places = table[:, [COMMIT_AT["record_offset"], COMMIT_AT["record_bytes"]]].tolist()
+    places = table[:, [COMMIT_COLUMN_INDEX["record_offset"], COMMIT_COLUMN_INDEX["record_bytes"]]].tolist()
     records = [json.loads(text[a : a + size]) for a, size in places]
     record = rng.choice(records)
     ledger = record["ledger"]
@@ -212,14 +212,14 @@ def change_record(root: Any, rng: random.Random) -> None:
             record["step"] = rng.choice((0, 1, 2, 9))
         case 6:
             record["weight_fingerprint"] = "other"
-    table[:, COMMIT_AT["rows"]] = [r["num_rows"] for r in records]
-    table[:, COMMIT_AT["step"]] = [r["step"] for r in records]
+    table[:, COMMIT_COLUMN_INDEX["rows"]] = [r["num_rows"] for r in records]
+    table[:, COMMIT_COLUMN_INDEX["step"]] = [r["step"] for r in records]
     if rng.random() < 0.2:
         table[rng.randrange(len(table)), rng.randrange(6)] += rng.choice((-1, 1))
     written = [json.dumps(r).encode() for r in records]
     ends = np.cumsum([len(w) for w in written])
-    table[:, COMMIT_AT["record_bytes"]] = [len(w) for w in written]
-    table[:, COMMIT_AT["record_offset"]] = ends - table[:, COMMIT_AT["record_bytes"]]
+    table[:, COMMIT_COLUMN_INDEX["record_bytes"]] = [len(w) for w in written]
+    table[:, COMMIT_COLUMN_INDEX["record_offset"]] = ends - table[:, COMMIT_COLUMN_INDEX["record_bytes"]]
     root["commits"][:] = table
     root["records"].resize((int(ends[-1]),))
     root["records"][:] = np.frombuffer(b"".join(written), np.uint8)
@@ -341,7 +341,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
         ledger = LedgerState(
             num_started=started, num_ended={"consumed:none": 3 * step}, live=tuple(live), next_step=0, version=0
         )
-        record = StepRecord(kind="step", step=step, ledger=ledger)
+        record = CommitRecord(kind="step", step=step, ledger=ledger)
         rows = empty_rows(len(ids), select_columns(conservation.READ_COLUMNS))
         rows["fate"], rows["reason"] = 0, 0
         kept._stored.add(np.asarray(ids, np.int64))
@@ -356,7 +356,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
 def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
     conservation = Conservation(IdSet())
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
-    (lost, wrong) = conservation.check_commit(StepRecord(kind="step", step=0, ledger=ledger))
+    (lost, wrong) = conservation.check_commit(CommitRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
     assert f"first {2**60}" in wrong.message
 
@@ -444,7 +444,7 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
 ) -> None:
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     records = [
-        StepRecord(
+        CommitRecord(
             kind="step" if i == 0 else "refusal",
             step=i,
             ledger=ledger,
@@ -550,7 +550,7 @@ def test_tasks_cover_all_rows_and_are_as_small_as_allowed(
     sizes: list[tuple[int, int]], num_rows: int, most_tokens: int, most_commits: int
 ) -> None:
     commits = [
-        StepRecord(kind="step", step=i, ledger=EMPTY_LEDGER, num_rows=rows, num_tokens=tokens)
+        CommitRecord(kind="step", step=i, ledger=EMPTY_LEDGER, num_rows=rows, num_tokens=tokens)
         for i, (rows, tokens) in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:

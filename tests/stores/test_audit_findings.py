@@ -38,9 +38,9 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreUnavailable
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS
-from staleflow.stores.trajectories.layout import COMMIT_AT, TOKEN_ARRAYS
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, RunHeader, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -64,7 +64,7 @@ MODULES: tuple[ModuleType, ...] = (
 STEPS, ETA = 3, 2
 HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started_per_group=2)
 Rows = Callable[[int, list[EndedTrajectory]], list[EndedTrajectory]]
-Record = Callable[[StepRecord], StepRecord]
+Record = Callable[[CommitRecord], CommitRecord]
 Edit = Callable[[Any], None]
 
 
@@ -72,7 +72,7 @@ def same_rows(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
     return rows
 
 
-def same_record(record: StepRecord) -> StepRecord:
+def same_record(record: CommitRecord) -> CommitRecord:
     return record
 
 
@@ -144,7 +144,7 @@ def commit_all(folder: Path, change_rows: Rows, change_record: Record) -> None:
         rows += [replace(row, reason=AbortReason.SURPLUS_GROUP) for row in dropped] if step < STEPS else []
         rows = change_rows(step, rows)
         counts.update(outcome_key(r.fate, r.reason) for r in rows)
-        record = StepRecord(
+        record = CommitRecord(
             kind="step" if step < STEPS else "end",
             step=step,
             ledger=LedgerState(num_started=min(first + 4, 4 * STEPS), num_ended=dict(counts), live=(),
@@ -210,7 +210,7 @@ def of_trajectory(number: int, **changes: Any) -> Rows:
     return change
 
 
-def of_record(step: int, change: Callable[[StepRecord], StepRecord], kind: str = "step") -> Record:
+def of_record(step: int, change: Callable[[CommitRecord], CommitRecord], kind: str = "step") -> Record:
     return lambda record: change(record) if (record.kind, record.step) == (kind, step) else record
 
 
@@ -270,11 +270,11 @@ def shorten_tokens(root: Any) -> None:
 def count_extra_row(root: Any) -> None:
     """The last record and its line in the table of commits count one row more than was stored."""
     table, text = np.asarray(root["commits"][:]), np.asarray(root["records"][:]).tobytes()
-    at, size = table[-1, [COMMIT_AT["record_offset"], COMMIT_AT["record_bytes"]]].tolist()
+    at, size = table[-1, [COMMIT_COLUMN_INDEX["record_offset"], COMMIT_COLUMN_INDEX["record_bytes"]]].tolist()
     changed = re.sub(rb'"num_rows": ?0', b'"num_rows": 1', text[at : at + size])
     assert len(changed) in (size, size + 1)
-    table[-1, COMMIT_AT["record_bytes"]] = len(changed)
-    table[-1, COMMIT_AT["rows"]] = 1
+    table[-1, COMMIT_COLUMN_INDEX["record_bytes"]] = len(changed)
+    table[-1, COMMIT_COLUMN_INDEX["rows"]] = 1
     root["commits"][:] = table
     root["records"].resize((at + len(changed),))
     root["records"][at:] = np.frombuffer(changed, np.uint8)
@@ -282,7 +282,7 @@ def count_extra_row(root: Any) -> None:
 
 def set_line(column: str, number: int) -> Edit:
     """Change a number of the second commit in the table of commits."""
-    return lambda root: root["commits"].__setitem__((1, COMMIT_AT[column]), number)
+    return lambda root: root["commits"].__setitem__((1, COMMIT_COLUMN_INDEX[column]), number)
 
 
 def delete_array(name: str) -> Edit:
@@ -297,7 +297,7 @@ def remove_first_commit(folder: Path) -> None:
 
 
 def corrupt_record(root: Any) -> None:
-    at = int(root["commits"][-1, COMMIT_AT["record_offset"]])
+    at = int(root["commits"][-1, COMMIT_COLUMN_INDEX["record_offset"]])
     root["records"][at] = ord("x")
 
 
@@ -690,14 +690,14 @@ def test_a_planted_fault_gives_its_finding(fault: Fault) -> None:
 
 
 READS = (
-    "_texts",
+    "_commit_lines",
     "array_lengths",
-    "damage",
+    "damaged_chunks",
     "read_tokens",
     "fingerprint_rows",
-    "masks",
+    "token_masks",
     "row_columns",
-    "table",
+    "stored_columns",
     "unpack",
 )
 """Functions that send requests of an audit to a store or its bucket."""

@@ -61,17 +61,17 @@ def test_a_local_file_has_the_url_of_the_store(tmp_path: Path, rng: Any, url: st
     assert path.read_text() == f"{url}\n"
     reopened = VersionedStore.open(path)
     reopened.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
-    assert [e.trajectory.id for e in VersionedStore.open_pinned(path).ended()] == list(range(8))
+    assert [e.trajectory.id for e in VersionedStore.open_pinned(path).trajectories()] == list(range(8))
     assert audit(VersionedStore.open(path)).num_steps == 2
     doubled = derived_branches.BranchRewards(
         rewards=np.full(8, 2.0, np.float32), advantages=np.zeros(8, np.float32), loss_mask=np.ones(8, bool), errors={}
     )
-    derived_branches.derive(VersionedStore.open_pinned(path), path, "doubled", doubled, {})
-    assert {e.trajectory.reward for e in VersionedStore.open(path, branch="doubled").ended()} == {2.0}
+    derived_branches.derive_rewards(VersionedStore.open_pinned(path), path, "doubled", doubled, {})
+    assert {e.trajectory.reward for e in VersionedStore.open(path, branch="doubled").trajectories()} == {2.0}
     with pytest.raises(StoreError, match="another process has committed since"):
         store.commit(record(1), [ended(rng, 9, 1)])
     assert VersionedStore.rewind(path, 1) == 1
-    assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == list(range(4))
+    assert [e.trajectory.id for e in VersionedStore.open(path).trajectories()] == list(range(4))
 
 
 def test_concurrent_commits_from_two_hosts_conflict(tmp_path: Path, rng: Any, url: str) -> None:
@@ -166,7 +166,7 @@ def check_causes(causes: list[str]) -> None:
 
 
 def ids(path: Path) -> list[int]:
-    return [int(e.trajectory.id) for e in VersionedStore.open(path).ended()]
+    return [int(e.trajectory.id) for e in VersionedStore.open(path).trajectories()]
 
 
 def test_a_commit_that_fails_at_any_request_can_be_retried(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
@@ -239,7 +239,7 @@ def test_a_bucket_failure_is_not_reported_as_corruption(tmp_path: Path, rng: Any
         store = VersionedStore.open_pinned(tmp_path / "store")
         proxy.expired, proxy.requests_before = "tests", number
         try:
-            assert list(store.damage()) == []
+            assert list(store.damaged_chunks()) == []
             break
         except StoreUnavailable as error:
             causes.append(str(error))

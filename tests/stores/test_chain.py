@@ -19,8 +19,8 @@ import zarr
 from staleflow.stores.auditing.chain import ChainReport, check_chain
 from staleflow.stores.trajectories import layout, versioned
 from staleflow.stores.trajectories.columns import COLUMNS
-from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX
+from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import chain_hash
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -62,8 +62,8 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     assert {step: entries[step] for step in (0, 1)} == {step: report.entries[step] for step in (0, 1)}
     assert report.entries[2] != entries[2]
     texts = [commit.text for commit in store.stored_commits()]
-    assert json.loads(texts[0])["previous"] == store.first_entry
-    assert store.newest_entry == chain_hash(texts[-1])
+    assert json.loads(texts[0])["previous"] == store.first_chain_entry
+    assert store.newest_chain_entry == chain_hash(texts[-1])
     undone = next(iter(store.branches()))
     assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
 
@@ -72,12 +72,12 @@ def test_record_that_cannot_be_decoded_is_reported_after_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(tmp_path / "s")
-    read = StoreReader._texts
+    read = StoreReader._commit_lines
 
     def corrupt(store: StoreReader, *args: Any) -> Iterator[tuple[list[int], bytes]]:
         return ((line, b"{}" if i == 1 else text) for i, (line, text) in enumerate(read(store, *args)))
 
-    monkeypatch.setattr(StoreReader, "_texts", corrupt)
+    monkeypatch.setattr(StoreReader, "_commit_lines", corrupt)
     (finding,) = check_chain(store).findings
     assert finding.location == "step 0"
     assert finding.message.startswith(f"what follows cannot be read: {store.path}: the record of step 1 is corrupt: ")
@@ -116,7 +116,7 @@ def change_bits(array: Any, at: int, rng: random.Random) -> None:
 def in_tokens(root: Any, rng: random.Random, name: str) -> str:
     """Flip a bit of a token value; returns the commit that contains it."""
     row = rng.randrange(int(root["rows/offset"].shape[0]))
-    begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in SPAN_COLUMNS)
+    begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in TOKEN_POSITION_COLUMNS)
     change_bits(root[f"tokens/{name}"], begin + rng.randrange(prompt + response), rng)
     return f"step {row // ROWS}"
 
@@ -143,7 +143,7 @@ def in_records(root: Any, rng: random.Random) -> str:
 
 def in_commits(root: Any, rng: random.Random) -> str:
     table = root["commits"]
-    row, column = rng.randrange(table.shape[0]), rng.randrange(len(COMMIT_AT))
+    row, column = rng.randrange(table.shape[0]), rng.randrange(len(COMMIT_COLUMN_INDEX))
     table[row, column] = int(table[row, column]) + rng.choice([-1, 1])
     return ""
 
@@ -209,11 +209,11 @@ def remove_an_entry(root: Any, rng: random.Random) -> str:
 def without_entries(root: Any, steps: Container[int]) -> str:
     text, table, records = root["records"][:].tobytes(), root["commits"][:], b""
     for step, row in enumerate(table):
-        offset, size = (int(row[COMMIT_AT[name]]) for name in ("record_offset", "record_bytes"))
+        offset, size = (int(row[COMMIT_COLUMN_INDEX[name]]) for name in ("record_offset", "record_bytes"))
         stored = json.loads(text[offset : offset + size])
         hashes = ("previous", "rows_fingerprint") if step in steps else ()
         encoded = json.dumps({name: value for name, value in stored.items() if name not in hashes}).encode()
-        row[COMMIT_AT["record_offset"]], row[COMMIT_AT["record_bytes"]] = len(records), len(encoded)
+        row[COMMIT_COLUMN_INDEX["record_offset"]], row[COMMIT_COLUMN_INDEX["record_bytes"]] = len(records), len(encoded)
         records += encoded
     root["records"].resize((len(records),))
     root["records"][:] = np.frombuffer(records, np.uint8)
@@ -222,7 +222,7 @@ def without_entries(root: Any, steps: Container[int]) -> str:
 
 
 FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
-    **{f"tokens/{name}": partial(in_tokens, name=name) for name in (*layout.TOKEN_ARRAYS, layout.TEACHER)},
+    **{f"tokens/{name}": partial(in_tokens, name=name) for name in (*layout.TOKEN_ARRAYS, layout.TEACHER_ARRAY)},
     **{c.array_name: partial(in_column, name=c.array_name) for c in COLUMNS},
     "text": in_text,
     "records": in_records,

@@ -31,7 +31,7 @@ from staleflow.stores.trajectories import columns
 
 one = columns.Column(
     name="first_token", dtype="int32", fill=-7, meaning="first token of the prompt",
-    value=lambda row: row.trajectory.prompt_tokens[0],
+    get_value=lambda row: row.trajectory.prompt_tokens[0],
 )
 columns.COLUMNS = (*columns.COLUMNS, one)
 
@@ -42,16 +42,16 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.store_conformance import ended, record
 
 path = Path(sys.argv[1])
-assert VersionedStore.open(path).columns()["first_token"].tolist() == [-7] * 3
+assert VersionedStore.open(path).displayed_columns()["first_token"].tolist() == [-7] * 3
 store = VersionedStore.open(path)
 rows = [ended(np.random.default_rng(9), i, 1) for i in (3, 4)]
 store.commit(record(1), rows)
 store = VersionedStore.open(path)
 expected = [-7] * 3 + [int(row.trajectory.prompt_tokens[0]) for row in rows]
-assert store.columns()["first_token"].tolist() == expected
-assert VersionedStore.open(path, at_step=0).columns()["first_token"].tolist() == [-7] * 3
-assert Selection("first_token == -7").mask(store.columns()).tolist() == [True] * 3 + [False] * 2
-frame = dataframes.to_pandas(store.ended())
+assert store.displayed_columns()["first_token"].tolist() == expected
+assert VersionedStore.open(path, at_step=0).displayed_columns()["first_token"].tolist() == [-7] * 3
+assert Selection("first_token == -7").mask(store.displayed_columns()).tolist() == [True] * 3 + [False] * 2
+frame = dataframes.to_pandas(store.trajectories())
 assert frame.first_token.dtype == "int32" and frame.first_token.tolist()[3:] == expected[3:]
 assert "first_token" in store.to_xarray()
 assert not [finding for finding in audit(store).findings if finding.check == "arrays"]
@@ -68,8 +68,8 @@ def test_a_new_column_needs_one_table_entry_and_old_stores_read_its_fill_value(t
     assert result.returncode == 0, result.stderr
     # A version that does not know the column reads the store as before.
     reopened = VersionedStore.open(tmp_path / "s")
-    assert [row.trajectory.id for row in reopened.ended()] == [0, 1, 2, 3, 4]
-    assert "first_token" not in reopened.columns()
+    assert [row.trajectory.id for row in reopened.trajectories()] == [0, 1, 2, 3, 4]
+    assert "first_token" not in reopened.displayed_columns()
     assert not [finding for finding in audit(reopened).findings if finding.check == "arrays"]
 
 
@@ -81,9 +81,9 @@ def test_columns_are_separate_arrays_of_the_declared_type(tmp_path: Path) -> Non
     for column in COLUMNS:
         array = root[column.array_name]
         assert (array.shape, array.dtype, array.fill_value) == ((3,), column.dtype, column.fill), column.name
-    assert store.table()["fate"].tolist() == [0, 0, 1]
-    assert store.columns()["fate"].tolist() == ["consumed", "consumed", "filtered"]
-    assert set(store.columns(names=("reward", "fate"))) == {"reward", "fate"}
+    assert store.stored_columns()["fate"].tolist() == [0, 0, 1]
+    assert store.displayed_columns()["fate"].tolist() == ["consumed", "consumed", "filtered"]
+    assert set(store.displayed_columns(names=("reward", "fate"))) == {"reward", "fate"}
 
 
 @pytest.mark.parametrize("name", ["reward", "v_min", "dataset_row"])
@@ -93,8 +93,8 @@ def test_a_missing_column_reads_as_its_fill_value(tmp_path: Path, name: str) -> 
     store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in range(3)])
     edit(tmp_path / "s", lambda root: root.__delitem__(column.array_name))
     store = VersionedStore.open(tmp_path / "s")
-    assert store.columns()[name].tolist() == [column.fill] * 3
-    assert len(list(store.ended())) == 3
+    assert store.displayed_columns()[name].tolist() == [column.fill] * 3
+    assert len(list(store.trajectories())) == 3
 
 
 def test_members_of_enumerations_keep_their_stored_numbers() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
-from staleflow.stores.trajectories.columns import display_columns
+from staleflow.stores.trajectories.columns import select_displayed_columns
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
@@ -21,7 +21,7 @@ from tests.stores.test_stores import valid_store
 
 def stored_rows(path: str, snapshot: str, start: int, stop: int) -> list[EndedTrajectory]:
     """Rows of a store at a snapshot; a function that can be sent to a worker."""
-    return StoreReader.at(Path(path), snapshot).rows(start, stop)
+    return StoreReader.at(Path(path), snapshot).trajectories_in_range(start, stop)
 
 
 def frame_of(store: StoreReader, block_rows: int = 512) -> Any:
@@ -34,7 +34,7 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
     frame = frame_of(store, block_rows=5)
     assert frame.npartitions == 4
     read = frame.compute(scheduler="sync")
-    for row, (_, got) in zip(store.ended(), read.iterrows(), strict=True):
+    for row, (_, got) in zip(store.trajectories(), read.iterrows(), strict=True):
         t = row.trajectory
         assert (got.trajectory, got.group, got.step, got.fate) == (t.id, t.group, row.step, row.fate.value)
         assert (got.staleness, got.v_traj, got.error) == (row.staleness, t.v_traj, t.error)
@@ -47,27 +47,27 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
         assert (got.response_tokens, got.given_tokens) == (t.sampled.sum(), (~t.sampled).sum())
         assert (got.turns, got.tool_s) == (len(t.turns), t.tool_s)
     by_staleness = frame[frame.fate == "consumed"].groupby("staleness").reward.mean().compute(scheduler="sync")
-    assert set(by_staleness.index) == {r.staleness for r in store.ended() if r.step < 4}
+    assert set(by_staleness.index) == {r.staleness for r in store.trajectories() if r.step < 4}
 
 
 def test_a_dataset_locates_the_tokens_of_a_trajectory_by_offset(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
     data = store.to_xarray()
-    for row in store.ended():
+    for row in store.trajectories():
         at = data.sel(trajectory=row.trajectory.id)
         begin = int(at.offset) + int(at.prompt_tokens)
         here = slice(begin, begin + int(at.response_tokens) + int(at.given_tokens))
         np.testing.assert_array_equal(data.ids[here].values, row.trajectory.response_tokens)
         np.testing.assert_array_equal(data.logprobs[here].values, row.trajectory.logprobs)
     trained = int(data.mask.sum().compute())
-    assert trained == sum(r.trajectory.num_sampled for r in store.ended() if r.loss_mask)
+    assert trained == sum(r.trajectory.num_sampled for r in store.trajectories() if r.loss_mask)
 
 
 def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
     """The tokens of a commit start at a chunk boundary; the gaps are not tokens."""
     store = valid_store(tmp_path / "s")
     data = store.to_xarray()
-    rows = [row.trajectory for row in store.ended()]
+    rows = [row.trajectory for row in store.trajectories()]
     ids = np.concatenate([part for t in rows for part in (t.prompt_tokens, t.response_tokens)])
     assert data.sizes["token"] == len(ids) < store.array_lengths()["tokens/ids"]
     np.testing.assert_array_equal(data.ids.values, ids)
@@ -81,10 +81,10 @@ def test_the_token_axis_has_the_number_of_tokens(tmp_path: Path) -> None:
 
 def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
-    frame = dataframes.to_pandas(store.ended())
-    columns = store.columns()
-    assert list(columns) == [column.name for column in display_columns()]
-    for column in display_columns():
+    frame = dataframes.to_pandas(store.trajectories())
+    columns = store.displayed_columns()
+    assert list(columns) == [column.name for column in select_displayed_columns()]
+    for column in select_displayed_columns():
         assert frame[column.name].tolist() == columns[column.name].tolist(), column.name
         if not column.members:
             assert frame[column.name].dtype == columns[column.name].dtype == column.dtype

@@ -43,7 +43,7 @@ class Table:
             )  # fmt: skip
         self._columns = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
 
-    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
+    def displayed_columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
         return {name: column[first:last] for name, column in self._columns.items()}
 
 

@@ -28,14 +28,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[name] += last - first
         return real(self, root, name, first, last)
 
-    columns = VersionedStore._columns
+    columns = VersionedStore._stored_columns
 
     def counted_columns(self: VersionedStore, root: Any, first: int, last: int, wanted: Any) -> Any:
         counts.update({column.array_name: last - first for column in wanted})
         return columns(self, root, first, last, wanted)
 
     monkeypatch.setattr(VersionedStore, "_slice", counted)
-    monkeypatch.setattr(VersionedStore, "_columns", counted_columns)
+    monkeypatch.setattr(VersionedStore, "_stored_columns", counted_columns)
     return counts
 
 
@@ -56,8 +56,8 @@ def test_summary_and_steps_read_no_row(tmp_path: Path, read: Counter[str]) -> No
     read.clear()
     store = VersionedStore.open(tmp_path / "s")
     result = store.summary()
-    assert (result.num_steps, result.num_rows, result.ended) == (20, 160, False)
-    assert result.last == result.last_trained == store.commits(-1)[0] == store.commits()[19]
+    assert (result.num_steps, result.num_rows, result.has_ended) == (20, 160, False)
+    assert result.last_commit == result.last_step == store.commits(-1)[0] == store.commits()[19]
     assert len(store.commits(5, 8)) == 3
     assert store.commits(-2) == store.commits()[-2:]
     assert set(read) == {"commits", "records"}
@@ -71,7 +71,7 @@ def test_rows_of_many_small_commits_are_read_without_the_space_between_commits(
 ) -> None:
     store = make(tmp_path / "s", 20)
     read.clear()
-    rows = list(store.ended())
+    rows = list(store.trajectories())
     assert len(rows) == 160
     assert read["tokens/ids"] == sum(len(row.trajectory.prompt_tokens) + row.trajectory.num_tokens for row in rows)
 
@@ -79,16 +79,16 @@ def test_rows_of_many_small_commits_are_read_without_the_space_between_commits(
 def test_scattered_rows_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(tmp_path / "s", 4)
     reads: list[tuple[int, int]] = []
-    columns = VersionedStore._columns
+    columns = VersionedStore._stored_columns
 
     def recorded(self: VersionedStore, root: Any, start: int, stop: int, wanted: Any) -> Any:
         reads.append((start, stop))
         return columns(self, root, start, stop, wanted)
 
-    monkeypatch.setattr(VersionedStore, "_columns", recorded)
+    monkeypatch.setattr(VersionedStore, "_stored_columns", recorded)
     monkeypatch.setattr(reader, "BLOCK_ROWS", 20)
     positions = [1, 3, 9, 20, 21, 31, 5, 5]
-    rows = list(store.at_positions(positions))
+    rows = list(store.trajectories_at(positions))
     assert [row.trajectory.id for row in rows if isinstance(row, EndedTrajectory)] == positions
     assert reads == [(1, 21), (21, 32), (5, 6), (5, 6)]
 
@@ -110,7 +110,7 @@ def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path
     with pytest.raises(StoreError, match="trajectory 170 would be stored twice"):
         store.commit(record(21), [ended(rng, 170, 21), ended(rng, 170, 21)])
     store.commit(record(21), [ended(rng, 161, 21)])
-    assert [r.trajectory.id for r in store.ended()] == list(range(162))
+    assert [r.trajectory.id for r in store.trajectories()] == list(range(162))
 
 
 def test_stored_ids_detects_duplicates_in_any_commit_order() -> None:

@@ -63,8 +63,8 @@ def test_a_branch_with_rewards_that_all_succeeded_has_no_errors_of_its_parent(tm
             loss_mask=np.ones(1, bool),
             errors=errors,
         )
-        derived_branches.derive(store, tmp_path / "store", expected or "none", new, {})
-        (derived,) = VersionedStore.open(tmp_path / "store", branch=expected or "none").ended()
+        derived_branches.derive_rewards(store, tmp_path / "store", expected or "none", new, {})
+        (derived,) = VersionedStore.open(tmp_path / "store", branch=expected or "none").trajectories()
         assert derived.trajectory.error == expected
 
 
@@ -87,7 +87,7 @@ def test_a_failed_reward_gives_no_signal(tmp_path: Path) -> None:
             loss_mask=np.asarray(mask),
             errors={},
         )
-        derived_branches.derive(store, tmp_path / "store", name, new, {})
+        derived_branches.derive_rewards(store, tmp_path / "store", name, new, {})
     assert compare_branches(tmp_path, "main", "failed").signal_second_only == ()
     assert compare_branches(tmp_path, "main", "scored").signal_second_only == (0,)
     assert compare_branches(tmp_path, "scored", "failed").signal_first_only == (0,)

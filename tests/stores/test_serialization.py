@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from staleflow.stores.trajectories.records import CODEC, LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import RECORD_CODEC, CommitRecord, LedgerState, RunHeader
 from staleflow.stores.trajectory import Fate, InstanceId, PolicyVersion
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 
-STEP = StepRecord(
+STEP = CommitRecord(
     kind="step",
     step=7,
     ledger=LedgerState(
@@ -28,7 +28,7 @@ STEP = StepRecord(
     num_rows=16,
     num_tokens=480,
 )
-END = StepRecord(kind="end", step=8, ledger=LedgerState(num_started=0, num_ended={}, live=(), next_step=8, version=8))
+END = CommitRecord(kind="end", step=8, ledger=LedgerState(num_started=0, num_ended={}, live=(), next_step=8, version=8))
 WRITTEN = {
     '{"kind":"step","step":7,"ledger":{"num_started":96,"num_ended":{"consumed:none":64,"aborted:run_ended":3},'
     '"live":[[70,72],[90,96]],"next_step":8,"version":7},"metrics":{"reward":0.625,"loss":-0.0125,"staleness_max":2.0},'
@@ -43,8 +43,8 @@ WRITTEN = {
 @pytest.mark.parametrize("text", WRITTEN)
 def test_step_records_encode_to_the_same_bytes_as_before(text: str) -> None:
     record = WRITTEN[text]
-    assert json.dumps(CODEC.encode(record), separators=(",", ":")) == text[:-1] + ',"weight_checks":[]}'
-    assert CODEC.decode(json.loads(text), StepRecord) == record
+    assert json.dumps(RECORD_CODEC.encode(record), separators=(",", ":")) == text[:-1] + ',"weight_checks":[]}'
+    assert RECORD_CODEC.decode(json.loads(text), CommitRecord) == record
 
 
 def test_weight_checks_are_read_back() -> None:
@@ -54,27 +54,30 @@ def test_weight_checks_are_read_back() -> None:
         drift=0.5, limit=0.1, refused="off",
     )  # fmt: skip
     record = dataclasses.replace(END, weight_checks=(check,))
-    assert CODEC.decode(json.loads(json.dumps(CODEC.encode(record))), StepRecord) == record
+    assert RECORD_CODEC.decode(json.loads(json.dumps(RECORD_CODEC.encode(record))), CommitRecord) == record
 
 
 def test_headers_with_added_or_missing_default_fields_decode() -> None:
     header = RunHeader(run="a", eta=1, groups_per_step=2, group_size=4, members_started_per_group=4)
-    plain = CODEC.encode(header)
+    plain = RECORD_CODEC.encode(header)
     first_names = {
         "members_started_per_group": "members_started", "num_held_out": "held_out",
         "max_prompt_tokens": "longest_prompt",
     }  # fmt: skip
     expected = {first_names.get(name, name): value for name, value in dataclasses.asdict(header).items()}
     assert plain | {"sources": ()} == expected
-    held_out = CODEC.decode({**plain, "held_out": 3, "longest_prompt": 9}, RunHeader)
+    held_out = RECORD_CODEC.decode({**plain, "held_out": 3, "longest_prompt": 9}, RunHeader)
     assert (held_out.num_held_out, held_out.max_prompt_tokens) == (3, 9)
-    assert CODEC.decode(CODEC.encode(mixed := dataclasses.replace(header, sources=("a", "b"))), RunHeader) == mixed
-    assert CODEC.decode({**plain, "since": 1}, RunHeader) == header
+    assert (
+        RECORD_CODEC.decode(RECORD_CODEC.encode(mixed := dataclasses.replace(header, sources=("a", "b"))), RunHeader)
+        == mixed
+    )
+    assert RECORD_CODEC.decode({**plain, "since": 1}, RunHeader) == header
     del plain["held_out"]  # as stores are that were written before there was one
-    assert CODEC.decode(plain, RunHeader) == header
+    assert RECORD_CODEC.decode(plain, RunHeader) == header
     del plain["eta"]
     with pytest.raises(ValueError, match=r"^eta: missing$"):
-        CODEC.decode(plain, RunHeader)
+        RECORD_CODEC.decode(plain, RunHeader)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +96,14 @@ class Outer:
 
 def test_enums_tuples_and_integer_keys_round_trip() -> None:
     value = Outer(inner=(Inner(Fate.FILTERED, {3: 1.5}), Inner(Fate.CONSUMED)), flag=True, pair=(2, "b"), words=("c",))
-    plain = CODEC.encode(value)
+    plain = RECORD_CODEC.encode(value)
     assert json.loads(json.dumps(plain)) == {
         "inner": [{"fate": "filtered", "counts": {"3": 1.5}}, {"fate": "consumed", "counts": {}}],
         "flag": True,
         "pair": [2, "b"],
         "words": ["c"],
     }
-    assert CODEC.decode(json.loads(json.dumps(plain)), Outer) == value
+    assert RECORD_CODEC.decode(json.loads(json.dumps(plain)), Outer) == value
 
 
 @pytest.mark.parametrize(
@@ -127,16 +130,16 @@ def test_enums_tuples_and_integer_keys_round_trip() -> None:
     ],
 )
 def test_invalid_values_are_rejected_with_their_path(change: dict[str, Any], message: str) -> None:
-    plain = CODEC.encode(Outer(inner=(), flag=True)) | change
+    plain = RECORD_CODEC.encode(Outer(inner=(), flag=True)) | change
     with pytest.raises(ValueError) as error:  # noqa: PT011  its text is compared below
-        CODEC.decode(plain, Outer)
+        RECORD_CODEC.decode(plain, Outer)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("garbage", [None, 3, "text", [], ["flag"], {}])
 def test_invalid_top_level_values_give_a_one_line_error(garbage: Any) -> None:
-    for kind in (Outer, StepRecord, RunHeader):
+    for kind in (Outer, CommitRecord, RunHeader):
         with pytest.raises(ValueError) as error:  # noqa: PT011  whatever it says, it is one line
-            CODEC.decode(garbage, kind)
+            RECORD_CODEC.decode(garbage, kind)
         assert "\n" not in str(error.value)

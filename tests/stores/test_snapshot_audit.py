@@ -48,10 +48,10 @@ def history_findings(store: VersionedStore) -> list[Finding]:
 
 
 def test_a_valid_store_has_no_findings(store: VersionedStore) -> None:
-    count = len(store.table()["trajectory"])
+    count = len(store.stored_columns()["trajectory"])
     new = BranchRewards(rewards=np.ones(count, np.float32), advantages=np.zeros(count, np.float32),
                   loss_mask=np.ones(count, bool), errors={})  # fmt: skip
-    derived_branches.derive(store, store.path, "other", new, {})
+    derived_branches.derive_rewards(store, store.path, "other", new, {})
     VersionedStore.rewind(store.path, 2)
     assert len(store.branches()) == 2
     assert history_findings(VersionedStore.open(store.path)) == []

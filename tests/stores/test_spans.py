@@ -16,7 +16,7 @@ from staleflow.stores.auditing.row_checks import RowRange, Spans, check_rows, ha
 from staleflow.stores.auditing.weight_counts import Refusal
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.reader import SPAN_COLUMNS, StoreReader
+from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EnvSpan, TrajectoryId
@@ -31,7 +31,7 @@ MANY_TURNS = 7
 
 def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:
     """Return the positions of a row's tokens of one kind, after its prompt."""
-    offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in SPAN_COLUMNS)
+    offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in TOKEN_POSITION_COLUMNS)
     first = offset + prompt
     return first + np.flatnonzero((root["tokens/versions"][first : first + response] >= 0) == sampled)
 
@@ -152,11 +152,11 @@ def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
     trained = np.arange(18) % 2 == 1
     zeros = np.zeros(18, np.float32)
     new = derived_branches.BranchRewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
-    derived_branches.derive(store, tmp_path / "s", "other", new, {})
+    derived_branches.derive_rewards(store, tmp_path / "s", "other", new, {})
     branch = VersionedStore.open(tmp_path / "s", branch="other")
     assert [f for f in audit(branch).findings if f.check == "arrays"] == []
     assert int(branch.to_xarray().mask.sum()) == sum(
-        r.trajectory.num_sampled for r in store.ended() if r.trajectory.id % 2
+        r.trajectory.num_sampled for r in store.trajectories() if r.trajectory.id % 2
     )
     assert audit(store).clean
 
@@ -168,9 +168,9 @@ def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
     spans = (row.trajectory.spans[0], nothing, row.trajectory.spans[0], replace(nothing, seconds=0.0))
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [replace(row, trajectory=replace(row.trajectory, spans=spans))])
-    columns = VersionedStore.open(tmp_path / "s").columns()
+    columns = VersionedStore.open(tmp_path / "s").displayed_columns()
     assert [columns[name].tolist() for name in ("turns", "given_tokens", "tool_s")] == [[2], [0], [0.5]]
-    (read,) = store.ended()
+    (read,) = store.trajectories()
     assert list(map(span_fields, read.trajectory.spans)) == list(map(span_fields, spans))
     assert plain_audit(store).findings == audit(store).findings
     edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
@@ -198,15 +198,15 @@ def test_columns_count_turns_and_env_tokens(tmp_path: Path) -> None:
     before = store.snapshot
     store.commit(record(1), [ended(rng, i, 1) for i in (5, 4)])
     store.commit(record(2), [ended(rng, 6, 2)])
-    columns = VersionedStore.open(tmp_path / "s").columns()
+    columns = VersionedStore.open(tmp_path / "s").displayed_columns()
     assert columns["turns"].tolist() == [1, 1, 1, 1, 3, 1]
     assert columns["tool_s"].tolist() == [0, 0, 0, 0, 1.75, 0]
     for row, sampled, between in zip(
-        store.ended(), columns["response_tokens"].tolist(), columns["given_tokens"].tolist(), strict=True
+        store.trajectories(), columns["response_tokens"].tolist(), columns["given_tokens"].tolist(), strict=True
     ):
         assert (row.trajectory.num_sampled, row.trajectory.num_given) == (sampled, between)
-    assert [len(store.columns(a, b)["turns"]) for a, b in ((0, 0), (2, 5), (4, 99), (6, 9))] == [0, 3, 2, 0]
-    assert {*StoreReader.at(store.path, before).columns()["turns"].tolist()} == {1}
+    assert [len(store.displayed_columns(a, b)["turns"]) for a, b in ((0, 0), (2, 5), (4, 99), (6, 9))] == [0, 3, 2, 0]
+    assert {*StoreReader.at(store.path, before).displayed_columns()["turns"].tolist()} == {1}
     VersionedStore.rewind(tmp_path / "s", 1)
     assert not [f for f in audit(VersionedStore.open(tmp_path / "s")).findings if f.check == "arrays"]
 
@@ -238,7 +238,7 @@ def test_branches_are_stored_and_part_of_the_batch_fingerprint(tmp_path: Path) -
     store = VersionedStore.create(tmp_path / "s", header)
     store.commit(made, [row])
     store = VersionedStore.open(tmp_path / "s")
-    (read,) = store.ended()
+    (read,) = store.trajectories()
     assert read.trajectory.branches == row.trajectory.branches
     assert read.trajectory.context.tolist() == [0, 1, 2, 3, 4, 5, 6, 15, 16, 17]
     assert audit(store).findings == plain_audit(store).findings == ()
@@ -278,7 +278,7 @@ def test_batch_hashes_of_a_range_match_the_recorded_ones(tmp_path: Path) -> None
 def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path: Path, max_tokens: int) -> None:
     """Row numbers count from the beginning of the store for any block size."""
     store = valid_store(tmp_path / "store")
-    instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
+    instances = {segment.instance for row in store.trajectories() for segment in row.trajectory.segments}
     refused = tuple(Refusal(instance=instance, version=2, first_accepted_row=11) for instance in instances)
     rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refusals=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings

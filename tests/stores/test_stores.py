@@ -27,12 +27,12 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories import derived_branches, versioned
-from staleflow.stores.trajectories.layout import COMMIT_AT
+from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX
 from staleflow.stores.trajectories.reader import ArrayCache, UnreadableRow
 from staleflow.stores.trajectories.records import (
+    CommitRecord,
     LedgerState,
     RunHeader,
-    StepRecord,
     batch_fingerprint,
     id_ranges,
 )
@@ -57,13 +57,13 @@ class TestVersionedStore(TrajectoryStoreTests):
         VersionedStore.create(tmp_path / "s", HEADER).commit(record(0), [ended(rng, 0, 0)])
         reopened = VersionedStore.open(tmp_path / "s")
         reopened.commit(record(1), [ended(rng, 4, 1)])
-        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0, 4]
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").trajectories()] == [0, 4]
 
     def test_time_travel(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):
             store.commit(record(step), [ended(rng, step, step)])
-        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s", at_step=1).ended()] == [0, 1]
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s", at_step=1).trajectories()] == [0, 1]
         with pytest.raises(ConfigError, match="no commit of step 7"):
             VersionedStore.open(tmp_path / "s", at_step=7)
 
@@ -87,7 +87,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert VersionedStore.rewind(path, 2) == 2
         reopened = VersionedStore.open(path)
         reopened.commit(record(2), [ended(rng, 7, 2)])
-        assert [e.trajectory.id for e in VersionedStore.open(path).ended()] == [0, 1, 7]
+        assert [e.trajectory.id for e in VersionedStore.open(path).trajectories()] == [0, 1, 7]
         repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (undone,) = repository.list_branches() - {"main", ended_once}
         root: Any = zarr.open_group(repository.readonly_session(undone).store, mode="r")
@@ -160,7 +160,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         row = replace(row, trajectory=replace(row.trajectory, reward=-0.0), advantage=-0.0)
         store = VersionedStore.create(tmp_path / "s", HEADER)
         store.commit(record(0), [row])
-        (stored,) = store.ended()
+        (stored,) = store.trajectories()
         assert np.signbit([stored.trajectory.reward, stored.advantage]).all()
         fingerprints = [batch_fingerprint([(e.trajectory, e.advantage)]) for e in (row, stored)]
         assert fingerprints[0] == fingerprints[1]
@@ -189,7 +189,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         VersionedStore.rewind(tmp_path / "s", 1)
         with pytest.raises(StoreError, match="another process has committed since"):
             new.commit(record(2), [ended(rng, 3, 2)])
-        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").ended()] == [0]
+        assert [e.trajectory.id for e in VersionedStore.open(tmp_path / "s").trajectories()] == [0]
 
     def test_a_commit_that_the_server_before_this_one_applied_is_not_an_error(self, tmp_path: Path, rng: Any) -> None:
         """A server that is slow is replaced, and may still apply the commit that its successor repeats."""
@@ -199,14 +199,14 @@ class TestVersionedStore(TrajectoryStoreTests):
         assert old.commit(record(0), rows) == new.commit(record(0), rows)
         new.commit(record(1), [ended(rng, 1, 1)])
         store = VersionedStore.open(tmp_path / "s")
-        assert [e.trajectory.id for e in store.ended()] == [0, 1]
+        assert [e.trajectory.id for e in store.trajectories()] == [0, 1]
         assert check_chain(store).findings == []
 
     def test_each_commit_starts_at_a_chunk_boundary(self, tmp_path: Path, rng: Any) -> None:
         store = VersionedStore.create(tmp_path / "s", HEADER)
         for step in range(3):
             store.commit(record(step), [ended(rng, step, step)])
-        assert store.table()["offset"].tolist() == [0, TOKEN_FILE, 2 * TOKEN_FILE]
+        assert store.stored_columns()["offset"].tolist() == [0, TOKEN_FILE, 2 * TOKEN_FILE]
 
     def test_a_missing_or_invalid_store_gives_a_one_line_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no store here"):
@@ -233,7 +233,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             with pytest.raises(StoreError, match="No space left on device; free space or move runs_dir"):
                 store.commit(record(1), [ended(rng, 1, 1)])
         store.commit(record(1), [ended(rng, 1, 1)])
-        assert [e.trajectory.id for e in store.ended()] == [0, 1]
+        assert [e.trajectory.id for e in store.trajectories()] == [0, 1]
 
     def test_a_process_killed_during_commits_leaves_whole_steps(self, tmp_path: Path) -> None:
         """kill -9 at random moments of a committing process: the readable content is a prefix of whole steps."""
@@ -262,7 +262,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             steps = [r.step for r in store.commits()]
             assert steps == list(range(len(steps)))
             assert len(steps) >= last + 1
-            assert [e.trajectory.id for e in store.ended()] == list(range(4 * len(steps)))
+            assert [e.trajectory.id for e in store.trajectories()] == list(range(4 * len(steps)))
             assert not [f for f in audit(store).findings if f.check in ("arrays", "bound", "once")]
 
     def test_a_process_killed_during_creation_leaves_no_store(self, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def _valid_store(num_steps: int) -> Path:
         batch = [ended(rng, 4 * step + i, step) for i in range(4)]
         batch = [with_teacher(row) if row.trajectory.id % 4 == 3 else row for row in batch]
         store.commit(
-            StepRecord(
+            CommitRecord(
                 kind="step",
                 step=step,
                 ledger=LedgerState(
@@ -328,7 +328,7 @@ def _valid_store(num_steps: int) -> Path:
         next_step=num_steps,
         version=num_steps,
     )
-    store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), last)
+    store.commit(CommitRecord(kind="end", step=num_steps, ledger=ledger), last)
     return folder
 
 
@@ -357,7 +357,7 @@ def test_a_valid_store_passes_the_audit(tmp_path: Path) -> None:
 
 def test_the_audit_counts_tokens_without_chunk_padding(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
-    rows = list(store.ended())
+    rows = list(store.trajectories())
     assert audit(store).num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
 
 
@@ -366,7 +366,7 @@ def corrupt_tokens(store: VersionedStore) -> None:
     for chunk in sorted((store.path / "chunks").iterdir(), key=lambda p: p.stat().st_size, reverse=True):
         data = chunk.read_bytes()
         chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
-        if [d.array for d in VersionedStore.open(store.path).damage() if d.array.startswith("tokens/")]:
+        if [d.array for d in VersionedStore.open(store.path).damaged_chunks() if d.array.startswith("tokens/")]:
             return
         chunk.write_bytes(data)
     raise AssertionError("no chunk of tokens is large enough to be damaged")
@@ -376,44 +376,47 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     store = valid_store(tmp_path / "s")
     damaged = VersionedStore.open(tmp_path / "s")
     corrupt_tokens(damaged)
-    (chunk,) = damaged.damage()
+    (chunk,) = damaged.damaged_chunks()
     (finding, *_) = audit(damaged).findings
     assert (finding.check, finding.location) == ("arrays", chunk.array)
-    assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.message
+    assert f"{chunk.array}, chunk {chunk.chunk_index}, is corrupt" in finding.message
     assert "of 18 trajectories; the others can be read" in finding.message
     assert store.get(TrajectoryId(10**6)) is None
 
     # What lies elsewhere is read as before, wherever a reader begins.
-    rows = list(damaged.rows_or_errors(0, 18))
+    rows = list(damaged.trajectories_or_errors(0, 18))
     lost = {r.trajectory: r.error for r in rows if isinstance(r, UnreadableRow)}
     assert 0 < len(lost) < 18
-    assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
+    assert all(f"{chunk.array}, chunk {chunk.chunk_index}, is corrupt" in what for what in lost.values())
     kept = [r for r in rows if isinstance(r, EndedTrajectory)]
     assert sorted([*lost, *(r.trajectory.id for r in kept)]) == list(range(18))
     for row in kept:
         again = damaged.get(row.trajectory.id)
         assert again is not None
         np.testing.assert_array_equal(again.trajectory.response_tokens, row.trajectory.response_tokens)
-    with pytest.raises(StoreError, match=f"chunk {chunk.number}, is corrupt"):
+    with pytest.raises(StoreError, match=f"chunk {chunk.chunk_index}, is corrupt"):
         damaged.get(next(iter(lost)))
 
 
 def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
     """In the text of a row and in the record of a step."""
     store = valid_store(tmp_path / "s")
-    offset = int(store.table()["text_offset"][5])
+    offset = int(store.stored_columns()["text_offset"][5])
 
     def flip(name: str, at: int) -> Callable[[Any], Any]:
         return lambda root: root[name].__setitem__(slice(at, at + 1), np.frombuffer(b"\xff", np.uint8))
 
     edit(tmp_path / "s", flip("text", offset))
     damaged = VersionedStore.open(tmp_path / "s")
-    lost = [r for r in damaged.rows_or_errors(0, 18) if isinstance(r, UnreadableRow)]
+    lost = [r for r in damaged.trajectories_or_errors(0, 18) if isinstance(r, UnreadableRow)]
     assert [(r.trajectory, "its record is corrupt" in r.error) for r in lost] == [(5, True)]
     assert [f.check for f in audit(damaged).findings] == ["arrays"]
 
     shutil.copytree(tmp_path / "s", tmp_path / "t")
-    edit(tmp_path / "t", lambda root: flip("records", int(root["commits"][2, COMMIT_AT["record_offset"]]))(root))
+    edit(
+        tmp_path / "t",
+        lambda root: flip("records", int(root["commits"][2, COMMIT_COLUMN_INDEX["record_offset"]]))(root),
+    )
     worse = VersionedStore.open(tmp_path / "t")
     with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
         worse.commits()
@@ -453,7 +456,7 @@ def test_an_error_of_a_branch_that_cannot_be_stored_names_the_store_once(
 
     monkeypatch.setattr(derived_branches, "_change_masks", fail)
     with pytest.raises(StoreError, match=str(tmp_path)) as caught:
-        derived_branches.derive(store, tmp_path / "s", "other", NEW_REWARDS, {})
+        derived_branches.derive_rewards(store, tmp_path / "s", "other", NEW_REWARDS, {})
     assert type(caught.value) is kind
     assert str(caught.value).count(str(tmp_path)) == 1
 
@@ -474,8 +477,8 @@ def test_a_branch_is_stored_although_its_temporary_one_cannot_be_removed(
             return getattr(repository, name)
 
     monkeypatch.setattr(derived_branches, "repository_at", lambda path: Refusing())
-    derived_branches.derive(store, tmp_path / "s", "other", NEW_REWARDS, {})
-    assert [e.trajectory.reward for e in VersionedStore.open(tmp_path / "s", branch="other").ended()] == [2.0]
+    derived_branches.derive_rewards(store, tmp_path / "s", "other", NEW_REWARDS, {})
+    assert [e.trajectory.reward for e in VersionedStore.open(tmp_path / "s", branch="other").trajectories()] == [2.0]
 
 
 @pytest.mark.parametrize("text", ['{"zarr_format" 3}', '{"zarr_format": 3, "node_type": "arry"}', "\ufffd"])

@@ -23,7 +23,7 @@ from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import EnvSpan, Fate, PolicyVersion, Segment, Trajectory
 from staleflow.tasks.engines.emulated_engine import emulated_ids
 from tests.support import virtual_time
@@ -115,7 +115,7 @@ class Run(RunListener):
         return self.world.stores[str(self.config.run_dir / "store")]
 
     @property
-    def records(self) -> list[StepRecord]:
+    def records(self) -> list[CommitRecord]:
         return self.store.commits()
 
     @property
@@ -145,7 +145,7 @@ class Run(RunListener):
         assert not self.outcomes.stopped
         assert [r.kind for r in self.records if r.kind != "refusal"] == ["step"] * self.config.steps + ["end"]
         self.check_kept()
-        fates = Counter(row.fate for row in self.store.ended())
+        fates = Counter(row.fate for row in self.store.trajectories())
         assert fates[Fate.CONSUMED] == self.config.steps * self.config.trajectories_per_step
         assert len(self.outcomes.steps) == self.config.steps
         assert self.outcomes.snapshot is not None
@@ -158,7 +158,7 @@ class Run(RunListener):
         self._check_journal()
 
     def _check_ledger(self) -> None:
-        rows = list(self.store.ended())
+        rows = list(self.store.trajectories())
         seen = 0
         for record in self.records:
             seen += record.num_rows
@@ -178,7 +178,7 @@ class Run(RunListener):
                 assert check.fingerprint == self.world.fingerprint(check.version)
 
     def _check_rows(self) -> None:
-        for row in self.store.ended():
+        for row in self.store.trajectories():
             t = row.trajectory
             at = 0
             for span in t.spans:

@@ -33,7 +33,7 @@ def long_ones() -> World:
 
 
 def consumed(run: Run) -> list[Trajectory]:
-    return [row.trajectory for row in run.store.ended() if row.fate is Fate.CONSUMED]
+    return [row.trajectory for row in run.store.trajectories() if row.fate is Fate.CONSUMED]
 
 
 def evaluations(run: Run) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.records import RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, RunHeader
 from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 
@@ -17,16 +17,16 @@ class TrajectoryStore(Protocol):
     @property
     def header(self) -> RunHeader: ...
 
-    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
+    def commit(self, record: CommitRecord, ended: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot. The
         num_rows and num_tokens of the record are set here. Raises StoreError, and then nothing was stored."""
         ...
 
-    def commits(self, first: int = 0) -> list[StepRecord]:
+    def commits(self, first: int = 0) -> list[CommitRecord]:
         """Return the commits from number `first` on, oldest first; negative numbers count from the end."""
         ...
 
-    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
+    def trajectories(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         """Yield all stored trajectories in order, or those that one training step consumed, in its order."""
         ...
 
@@ -38,11 +38,11 @@ class MemoryStore:
 
     def __init__(self, header: RunHeader) -> None:
         self.header = header
-        self._steps: list[StepRecord] = []
+        self._steps: list[CommitRecord] = []
         self._ended: list[EndedTrajectory] = []
         self._index: dict[TrajectoryId, int] = {}
 
-    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
+    def commit(self, record: CommitRecord, ended: Sequence[EndedTrajectory]) -> str:
         twice = [e.trajectory.id for e in ended if e.trajectory.id in self._index]
         if twice:
             raise StoreError(f"trajectory {twice[0]} is already stored")
@@ -53,14 +53,14 @@ class MemoryStore:
         self._steps.append(replace(record, num_rows=len(ended), num_tokens=num_tokens))
         return str(len(self._steps))
 
-    def commits(self, first: int = 0) -> list[StepRecord]:
+    def commits(self, first: int = 0) -> list[CommitRecord]:
         return self._steps[first:]
 
-    def entry(self, step: int) -> str:
+    def chain_entry(self, step: int) -> str:
         """Return the chain entry of a step, here its number: this store has no chain."""
         return f"{step:064x}"
 
-    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
+    def trajectories(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         for row in self._ended:
             if step is None or (row.fate is Fate.CONSUMED and row.step == step):
                 yield row

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights import weight_folder, weight_hash
@@ -31,7 +31,7 @@ def dropped_member() -> None:
     """The first row of the batch of step 1 is never stored."""
     commit = VersionedStore.commit
 
-    def planted(self: VersionedStore, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
+    def planted(self: VersionedStore, record: CommitRecord, ended: Sequence[EndedTrajectory]) -> str:
         return commit(self, record, ended[1:] if (record.kind, record.step) == ("step", 1) else ended)
 
     _put(VersionedStore, "commit", planted)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavailable
-from staleflow.stores.trajectories.records import RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, RunHeader
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_report import WeightReport
@@ -182,7 +182,7 @@ def server_class(world: World) -> type[TrajectoryServer]:
     """Return a trajectory server class with a store of the world."""
 
     class SlowStore(MemoryStore):
-        async def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:  # type: ignore[override]
+        async def commit(self, record: CommitRecord, ended: Sequence[EndedTrajectory]) -> str:  # type: ignore[override]
             """The commit takes effect at the end of its duration, as in a thread."""
             await asyncio.sleep(world.commit_s)
             world.check_bucket("the commit")

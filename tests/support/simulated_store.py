@@ -14,7 +14,7 @@ from staleflow.pipeline.coordination.commands import Command, Discard, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted, TrajectorySampled, TrajectoryScored
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -54,7 +54,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
         )  # fmt: skip
         return EndedTrajectory(trajectory=made, **more)
 
-    def commit(record: StepRecord) -> None:
+    def commit(record: CommitRecord) -> None:
         store.commit(record, waiting)
         waiting.clear()
 
@@ -85,6 +85,6 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     return run_dir
 
 
-def _record(kind: str, step: int) -> StepRecord:
+def _record(kind: str, step: int) -> CommitRecord:
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step, version=step)
-    return dataclasses.replace(StepRecord(kind=kind, step=step, ledger=ledger), metrics={})
+    return dataclasses.replace(CommitRecord(kind=kind, step=step, ledger=ledger), metrics={})

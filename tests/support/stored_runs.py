@@ -13,7 +13,7 @@ import numpy as np
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.trajectories.records import LedgerState, StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -121,7 +121,7 @@ class StoredRun:
         consumed = [(row.trajectory, row.advantage) for row in rows if row.fate is Fate.CONSUMED]
         fingerprint = batch_fingerprint(consumed) if kind == "step" else ""
         self.store.commit(
-            StepRecord(kind=kind, step=step, ledger=ledger, metrics=metrics, batch_fingerprint=fingerprint), rows
+            CommitRecord(kind=kind, step=step, ledger=ledger, metrics=metrics, batch_fingerprint=fingerprint), rows
         )
 
     def _row(self, prompt: str, response: Response, id: int, mean: float) -> EndedTrajectory:

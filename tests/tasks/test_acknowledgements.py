@@ -19,7 +19,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.stores.errors import ActorFailed, StoreError
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -124,9 +124,9 @@ def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future
     return opened, asyncio.get_running_loop().run_in_executor(server._async_spool._thread, wait)
 
 
-def record_of_step() -> StepRecord:
+def record_of_step() -> CommitRecord:
     ledger = LedgerState(num_started=4, num_ended={"consumed:none": 2}, live=((2, 4),), next_step=1, version=0)
-    return StepRecord(kind="step", step=0, ledger=ledger)
+    return CommitRecord(kind="step", step=0, ledger=ledger)
 
 
 REFUSED = WeightCheck(
@@ -238,7 +238,7 @@ async def test_the_chain_entry_of_a_step_waits_for_its_commit_without_blocking_o
     await asyncio.wait({entry}, timeout=LONG_S)
     assert not entry.done(), "that commit was not the step's"
     await server.commit(record_of_step())
-    assert await entry == server._store.entry(0)
+    assert await entry == server._store.chain_entry(0)
 
 
 @both_stores

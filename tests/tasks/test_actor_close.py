@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.stores.trajectories.records import EMPTY_LEDGER, StepRecord
+from staleflow.stores.trajectories.records import EMPTY_LEDGER, CommitRecord
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors import reward_worker
 from staleflow.tasks.actors.reward_worker import RewardWorker
@@ -91,7 +91,7 @@ async def test_the_threads_of_a_closed_trajectory_server_end(tmp_path: Path) -> 
     before = set(threading.enumerate())
     server = make_server(World(), tmp_path)
     await server.draw(0, 1)
-    await server.commit(StepRecord(kind="end", step=0, ledger=replace(EMPTY_LEDGER, num_started=2)))
+    await server.commit(CommitRecord(kind="end", step=0, ledger=replace(EMPTY_LEDGER, num_started=2)))
     await server.close()
     await asyncio.get_running_loop().shutdown_default_executor()
     assert_ended(before)

@@ -180,7 +180,7 @@ def test_draft_corpus_of_a_resumed_run_loads_the_latest_stored_rows(monkeypatch:
         def summary(self) -> Any:
             return type("Summary", (), {"num_rows": len(rows)})
 
-        def rows(self, first: int, last: int) -> list[EndedTrajectory]:
+        def trajectories_in_range(self, first: int, last: int) -> list[EndedTrajectory]:
             return rows[first:last]
 
     assert len(draft_corpus._latest_rows(Store(), 90)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store

@@ -53,7 +53,9 @@ def test_advantages_of_new_rewards_include_the_overlong_penalty(tmp_path: Path) 
     rows = [replace(r, trajectory=replace(r.trajectory, group=i // 2)) for i, r in enumerate(rows)]  # type: ignore[arg-type]
     store.commit(record(1), rows)
     rewards = np.asarray([1.0, 1.0, 0.0, 1.0], np.float32)
-    result = reward_rescoring.estimate_advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
+    result = reward_rescoring.estimate_advantages(
+        config, store.stored_columns(), np.ones(4, bool), rewards, np.ones(4, bool)
+    )
     lengths = np.asarray([r.trajectory.num_tokens for r in rows])
     assert len(set(lengths.tolist())) > 1
     shaped = (rewards - actor_settings.overlong_penalty(config).penalties(lengths)).reshape(2, 2)

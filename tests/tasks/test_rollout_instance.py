@@ -18,7 +18,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectory import (
     AbortReason,
     EndedTrajectory,
@@ -509,8 +509,8 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
 
     ledger = LedgerState(num_started=8, num_ended={"consumed:none": 2, "aborted:engine_failed": 1}, live=(),
                          next_step=1, version=0)  # fmt: skip
-    await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
-    await second.commit(StepRecord(kind="step", step=0, ledger=ledger))
+    await second.commit(CommitRecord(kind="step", step=0, ledger=ledger))
+    await second.commit(CommitRecord(kind="step", step=0, ledger=ledger))
     (record,) = world.stores[str(tmp_path / "store")].commits()
     assert (record.num_rows, record.ledger.live) == (3, ((2, 4), (5, 8)))
     third = server_class(world)(replace(settings, resumed=True), 30.0)

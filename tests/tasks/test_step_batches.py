@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import InFlightState
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CommitRecord, LedgerState, RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
@@ -162,7 +162,7 @@ async def test_a_stored_step_is_read_once_and_sent_in_parts(tmp_path: Path, monk
         tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started_per_group=1)
     )
     ledger = LedgerState(num_started=4, num_ended={"consumed:none": 4}, live=(), next_step=1, version=0)
-    store.commit(StepRecord(kind="step", step=0, ledger=ledger), rows)
+    store.commit(CommitRecord(kind="step", step=0, ledger=ledger), rows)
     readings: list[int] = []
 
     class Counted(StoreThread):

@@ -21,13 +21,13 @@ class FailingStore:
         self._back_s = back_s
         self.tried_s: list[float] = []
 
-    def entry(self, step: int) -> str:
+    def chain_entry(self, step: int) -> str:
         self.tried_s.append(asyncio.get_running_loop().time())
         if self.tried_s[-1] < self._back_s:
             raise StoreUnavailable("503 Slow Down")
         return f"entry {step}"
 
-    def ended(self, step: int) -> list[Any]:
+    def trajectories(self, step: int) -> list[Any]:
         return []
 
 
