@@ -67,7 +67,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def start(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        scheduler.handlers[OPERATION] = self.dispatch
+        scheduler.handlers[OPERATION] = self.answer_request
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         watch = DriverWatch(scheduler, self.jobs, self._restart_silent_driver)
@@ -76,6 +76,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def close(self) -> None:
         if self._driver_watch is not None:
             self._driver_watch.cancel()
+
+    def answer_request(self, verb: str, **arguments: Any) -> tuple[Any]:
+        """Answer a client's request. The tuple makes every answer differ from None, which Dask answers for a scheduler
+        without a registry."""
+        return (self.dispatch(verb, **arguments),)
 
     def dispatch(self, verb: str, **arguments: Any) -> Any:
         """Call the method for a client's request. Raises ValueError for an unknown verb, which only a client of another
@@ -468,5 +473,9 @@ async def report_gpus(dask_worker: Any) -> None:
 
 
 async def ask(client: Any, verb: str, **arguments: Any) -> Any:
-    """Call the registry on the scheduler that a Dask client is connected to."""
-    return await getattr(client.scheduler, OPERATION)(verb=verb, **arguments)
+    """Call the registry on the scheduler that a Dask client is connected to. Raises OSError if there is none, as on one
+    that was just started again."""
+    answer = await getattr(client.scheduler, OPERATION)(verb=verb, **arguments)
+    if answer is None:
+        raise OSError("the scheduler has no job registry; it was started again")
+    return answer[0]

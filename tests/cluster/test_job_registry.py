@@ -49,6 +49,22 @@ def test_an_unknown_call_asks_for_the_same_version() -> None:
         JobRegistry().dispatch("dance")
 
 
+def test_a_call_fails_on_a_scheduler_without_a_registry() -> None:
+    """A scheduler that was started again has none until a client connects, and Dask answers None there."""
+
+    async def ask_for_jobs() -> None:
+        async with (
+            LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0", asynchronous=True) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            with pytest.raises(OSError, match="has no job registry"):
+                await job_registry.ask(client, "jobs")
+            await ensure(client)
+            assert await job_registry.ask(client, "jobs") == ()
+
+    asyncio.run(ask_for_jobs())
+
+
 def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     """A driver that reconnects after a restart of the scheduler reports the end of a job that the new registry does not
     know."""
