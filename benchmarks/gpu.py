@@ -113,7 +113,7 @@ def time_training(
     """Time the second step of a new trainer. model: its folder."""
     import torch
 
-    from staleflow.pipeline.sizing.memory import ModelShape, trainer_parts
+    from staleflow.pipeline.sizing.memory import ModelShape, trainer_bytes_by_use
     from staleflow.tasks.training.trainer_settings import TrainingConfig
 
     config = json.loads((Path(model) / "config.json").read_text())
@@ -125,13 +125,13 @@ def time_training(
     training = TrainingConfig(microbatch_tokens=microbatch, recompute_activations=recompute)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     total = len(rows) * length
-    flops = 6 * parameters * total + 6 * shape.layers * shape.q_size * len(rows) * length**2
+    flops = 6 * parameters * total + 6 * shape.num_layers * shape.q_size * len(rows) * length**2
     on_gpu = torch.cuda.is_available()
     return {
         "model": Path(model).name, "length": length, "recompute": recompute, "compiled": compiled, "tokens": total,
         "microbatch": microbatch, "packed": trainer.logprob_model.packs_rows, "first_s": first_s, "seconds": seconds,
         "tokens_per_s": total / seconds, "mfu": flops / seconds / _peak_flops(),
-        "planned_bytes": sum(trainer_parts(shape, training, "bfloat16").values()),
+        "planned_bytes": sum(trainer_bytes_by_use(shape, training, "bfloat16").values()),
         "peak_bytes": _used_bytes() if on_gpu else 0,
         "allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }  # fmt: skip

@@ -42,8 +42,8 @@ def summary_of_run(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str
     config = loading.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
     if not (config.run_dir / "summary.json").exists():
         end = asyncio.run(execute(config, RunListener()))
-        if end.stopped:  # a run takes a signal as its own; the table has no use for half a run
-            raise SystemExit(f"{config.run_dir} was stopped ({end.stopped}); remove it and start again")
+        if end.stop_reason:  # a run takes a signal as its own; the table has no use for half a run
+            raise SystemExit(f"{config.run_dir} was stopped ({end.stop_reason}); remove it and start again")
     findings = audit(VersionedStore.open(config.run_dir / "store")).findings
     assert not findings, findings
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text())

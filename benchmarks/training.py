@@ -386,7 +386,7 @@ def row_of(vocabulary: int, length: int) -> Row:
     )  # fmt: skip
 
 
-def memory_table(vocabulary: int, count: int, length: int) -> None:
+def format_memory_table(vocabulary: int, count: int, length: int) -> None:
     """Print the peak memory of a step on so many responses of a length."""
     row = row_of(vocabulary, length)
     print(f"vocabulary {vocabulary:,}, {count * length:,} sampled tokens in a micro-batch")
@@ -414,7 +414,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     if args.memory:
-        memory_table(512 if args.quick else 152_000, 8, 16 if args.quick else 256)
+        format_memory_table(512 if args.quick else 152_000, 8, 16 if args.quick else 256)
         return
     if args.resident:
         resident_table(512 if args.quick else 152_000, 16)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from staleflow.cli.job import check, store_option
+from staleflow.cli.job import check_and_print, store_option
 from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def submit(
     config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, cluster: ClusterAddress
 ) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
-    from staleflow.pipeline.api.job_loading import load_job, new_job
+    from staleflow.pipeline.api.job_loading import load_job, prepare_job
     from staleflow.pipeline.config.knob_tree import override_lines
     from staleflow.pipeline.jobs import job_driver
 
     overrides += override_lines({key: value for key, value in (("name", name), ("store", store)) if value})
 
-    config = new_job(load_job(config_path, overrides))
-    check(config, runs_here=False)
+    config = prepare_job(load_job(config_path, overrides))
+    check_and_print(config, runs_here=False)
     print_submitted(asyncio.run(job_driver.submit(config, cluster)), as_json=as_json)
 
 
@@ -98,7 +98,7 @@ def list_jobs(show_all: bool, as_json: bool, cluster: ClusterAddress) -> None:
     if not all_jobs:
         click.echo("no jobs; `staleflow submit CONFIG` submits one")
     for job in jobs:
-        click.echo(_row(job))
+        click.echo(_job_line(job))
     if len(jobs) < len(all_jobs):
         click.echo(f"{len(all_jobs) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
 
@@ -123,8 +123,8 @@ def status(id: str, as_json: bool, cluster: ClusterAddress) -> None:
     if as_json:
         click.echo(json.dumps(job, indent=2))
         return
-    click.echo(_row(job))
-    for line in _details(job):
+    click.echo(_job_line(job))
+    for line in _detail_lines(job):
         click.echo(f"  {line}")
 
 
@@ -170,7 +170,7 @@ def cancel(id: str, as_json: bool, cluster: ClusterAddress) -> None:
     continues from them."""
     from staleflow.pipeline.cluster import job_lookup, submitted_job
 
-    job, state = asyncio.run(job_lookup.cancel(cluster, id))
+    job, state = asyncio.run(job_lookup.cancel_job(cluster, id))
     if as_json:
         click.echo(json.dumps(job | {"state_before": state}, indent=2))
     elif state in submitted_job.ENDED:
@@ -190,11 +190,11 @@ def retire(id: str, worker: str, cluster: ClusterAddress) -> None:
     the name or address of its worker. Its trajectories continue on other instances, from the tokens they have."""
     from staleflow.pipeline.cluster import job_lookup
 
-    job = asyncio.run(job_lookup.retire(cluster, id, worker))
+    job = asyncio.run(job_lookup.retire_worker(cluster, id, worker))
     click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
 
 
-def _row(job: dict[str, Any]) -> str:
+def _job_line(job: dict[str, Any]) -> str:
     last_step, status = job["last"], job["status"]
     num_steps = int(last_step["step"]) + 1 if last_step else 0
     parts = [f"{job['id']:<24}", f"{job['state']:<8}", f"step {num_steps}/{job['steps']}"]
@@ -213,7 +213,7 @@ def _row(job: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _details(job: dict[str, Any]) -> list[str]:
+def _detail_lines(job: dict[str, Any]) -> list[str]:
     last_step, status = job["last"], job["status"]
     lines = [f"folder {Path(job['run_dir'])}"]
     if last_step:

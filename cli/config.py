@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from staleflow.cli.job import check as check_inputs
+from staleflow.cli.job import check_and_print
 
 if TYPE_CHECKING:
     from staleflow.pipeline.config.knob_tree import ExplainedValue
@@ -32,7 +32,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
     does before it starts anything. With --gpus, print what a rank of the trainer and an instance need of a GPU, and
     where they would be placed; exit code 2 if they do not fit."""
     from staleflow.pipeline.config import loading, preflight, user_files
-    from staleflow.pipeline.config.schema import explain as explained
+    from staleflow.pipeline.config.schema import explain_config
 
     if gpus and as_json:
         raise click.UsageError("--gpus prints a table; it cannot be combined with --json")
@@ -46,10 +46,10 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
         if not fits:
             sys.exit(2)
         return
-    print_values(explained(config), as_json=as_json)
+    print_values(explain_config(config), as_json=as_json)
     if check:
         preflight.check_names(config)
-        if check_inputs(user_files.with_absolute_paths(config)) and config.has_texts:
+        if check_and_print(user_files.with_absolute_paths(config)) and config.has_texts:
             click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
 

@@ -76,10 +76,10 @@ class Display(RunListener):
         if self._live is None and not self._verbosity:
             self.on_line(f"[{time.monotonic() - self._begin_s:6.1f} s] {activity}")
 
-    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self._activity = "training"
         if self._live is None and not self._verbosity:
-            self.on_line(format_step(step, self._config.steps, limit))
+            self.on_line(format_step(step, self._config.steps, bottleneck))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._verbosity:
@@ -89,9 +89,9 @@ class Display(RunListener):
         if self._live is not None:
             self._live.update(self._view(snapshot, report))
         elif not self._verbosity and time.monotonic() - self._last_line_s >= MAX_SILENCE_S:
-            self.on_line(self._progress(snapshot))
+            self.on_line(self._progress_line(snapshot))
 
-    def _progress(self, snapshot: Snapshot) -> str:
+    def _progress_line(self, snapshot: Snapshot) -> str:
         """Describe how far the next step is, in one line."""
         elapsed = f"[{time.monotonic() - self._begin_s:6.1f} s]"
         if snapshot.training or not snapshot.buffers:
@@ -198,9 +198,9 @@ class Display(RunListener):
                 markup=True,
             )
         run_dir = os.path.relpath(end.run_dir)
-        if end.stopped:
+        if end.stop_reason:
             steps = f"all {summary['steps']} finished steps are stored" if summary["steps"] else "no step was finished"
-            self._print(f"stopped: {end.stopped}; {steps}; go on: staleflow resume {run_dir}")
+            self._print(f"stopped: {end.stop_reason}; {steps}; go on: staleflow resume {run_dir}")
         if not summary["steps"]:
             return
         self._print(

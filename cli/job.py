@@ -24,7 +24,7 @@ store_option = click.option(
 )
 
 
-def check(config: RunConfig, *, runs_here: bool = True) -> bool:
+def check_and_print(config: RunConfig, *, runs_here: bool = True) -> bool:
     """Check what a job names, and print what could not be checked. Returns whether nothing was printed. Raises
     ConfigError. runs_here: whether the job runs on this machine."""
     from staleflow.pipeline.config import preflight
@@ -35,12 +35,12 @@ def check(config: RunConfig, *, runs_here: bool = True) -> bool:
     return not lines
 
 
-def warm_up(config: RunConfig, verbose: int) -> None:
+def prepare_process(config: RunConfig, verbosity: int) -> None:
     """Set the environment variables that libraries read when they are imported, and let workers import them while this
-    process checks the job. Call before importing anything heavy. verbose: see cli/display.py."""
+    process checks the job. Call before importing anything heavy. verbosity: see cli/display.py."""
     from staleflow.pipeline.processes import local_cluster
 
-    if verbose > 1:
+    if verbosity > 1:
         os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info")
     local_cluster.set_process_environment(config.cluster.threads)
     if config.cluster.kind == "local":
@@ -49,33 +49,33 @@ def warm_up(config: RunConfig, verbose: int) -> None:
         )
 
 
-def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool) -> None:
-    """Run or resume a job with a live view, and print its summary. Exits with 130 if it was stopped. Call `warm_up`
-    first. verbose: see cli/display.py."""
-    display, end = watch(config, quiet=as_json, verbose=verbose, resume=resume)
+def execute_job(config: RunConfig, *, as_json: bool, verbosity: int, resume: bool) -> None:
+    """Run or resume a job with a live view, and print its summary. Exits with 130 if it was stopped. Call
+    `prepare_process` first. verbosity: see cli/display.py."""
+    display, end = run_with_display(config, quiet=as_json, verbosity=verbosity, resume=resume)
     if as_json:
         click.echo(json.dumps(end.summary, indent=2))
     else:
         display.summarize(end)
-    if end.stopped:
+    if end.stop_reason:
         sys.exit(130)
 
 
-def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
+def run_with_display(config: RunConfig, *, quiet: bool, verbosity: int, resume: bool) -> tuple[Display, RunEnd]:
     """Run or resume a job with a live view. Returns the view, and how the job ended. Exits with 130 if it was stopped
     before it began."""
     from staleflow.cli.display import Display, logging_to
     from staleflow.cli.interrupts import end_at_once
     from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, execute, stopped_by_signals
 
-    display = Display(config, quiet=quiet, verbosity=verbose)
+    display = Display(config, quiet=quiet, verbosity=verbosity)
 
     async def run() -> RunEnd:
         with StopRequest() as stop, stopped_by_signals(stop, display.on_line, end_at_once):
             return await execute(config, display, resume=resume, stop=stop)
 
     try:
-        with display, logging_to(display.console, verbose):
+        with display, logging_to(display.console, verbosity):
             return display, asyncio.run(run())
     except StoppedBeforeStart as interruption:
         has_store = (config.run_dir / "store").exists()

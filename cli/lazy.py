@@ -18,15 +18,15 @@ class LazyGroup(click.Group):
         """sections: by title of a section of the help, (module or module:attribute, one line of help) by command."""
         super().__init__(*args, **kwargs)
         self._sections = sections
-        self._commands_at = {name: entry for section in sections.values() for name, entry in section.items()}
+        self._entries = {name: entry for section in sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._commands_at)
+        return list(self._entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self._commands_at:
+        if cmd_name not in self._entries:
             return None
-        module, _, attribute = self._commands_at[cmd_name][0].partition(":")
+        module, _, attribute = self._entries[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute or "command")
         assert isinstance(command, click.Command)
         return command
@@ -35,21 +35,21 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command in `args`. Raises UsageError with the nearest name if there is none."""
-        if args[0].startswith("-") or args[0] in self._commands_at or ctx.resilient_parsing:
+        if args[0].startswith("-") or args[0] in self._entries or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        near = difflib.get_close_matches(args[0], self._commands_at, n=2)
-        groups = [name for name in self._commands_at if self._has_below(ctx, name, args[0])]
+        near = difflib.get_close_matches(args[0], self._entries, n=2)
+        groups = [name for name in self._entries if self._has_subcommand(ctx, name, args[0])]
         suggestions = " or ".join([*near, *(f"{name} {args[0]}" for name in groups)])
         question = f"; did you mean {suggestions}?" if suggestions else ""
         raise click.UsageError(f"no such command {args[0]!r}{question}", ctx)
 
-    def _has_below(self, ctx: click.Context, group: str, name: str) -> bool:
+    def _has_subcommand(self, ctx: click.Context, group: str, name: str) -> bool:
         """Whether a group in this one has a command of that name."""
         subgroup = self.get_command(ctx, group)
         return isinstance(subgroup, click.Group) and name in subgroup.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self._commands_at))
+        width = max(map(len, self._entries))
         for title, section in self._sections.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(width), doc) for name, (_, doc) in section.items()])

@@ -67,13 +67,13 @@ def cli() -> None:
 
 def entry() -> None:
     """Entry point of the `staleflow` command: run `main`, and end this process."""
-    from staleflow.cli.interrupts import LastExit
+    from staleflow.cli.interrupts import FinalExitCode
 
-    last_exit = LastExit()
+    final_exit_code = FinalExitCode()
     try:
         main()
     except SystemExit as error:
-        last_exit.code = error.code if isinstance(error.code, int) else 0
+        final_exit_code.value = error.code if isinstance(error.code, int) else 0
         raise
 
 
@@ -94,17 +94,17 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except click.Abort:
-        fail("interrupted", 130)
+        exit_with_error("interrupted", 130)
     except (click.UsageError, StaleflowError) as error:
-        fail(*format_error(error))
+        exit_with_error(*format_error(error))
     except OSError as error:
         if error.errno in PATH_ERRNOS and error.filename:
             name = os.fsdecode(error.filename)[:200]
-            fail(f"{name}: cannot be used: {error.strerror}; check the path and its permissions", 2)
+            exit_with_error(f"{name}: cannot be used: {error.strerror}; check the path and its permissions", 2)
         if error.errno not in OUTPUT_ERRNOS:
             raise
         discard_output()
-        fail(f"the output cannot be written: {error.strerror}", 1)
+        exit_with_error(f"the output cannot be written: {error.strerror}", 1)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -120,7 +120,7 @@ def format_error(error: Exception) -> tuple[str, int, str]:
     return f"{bug}{error}", 2 if isinstance(error, ConfigError) else 1, "staleflow"
 
 
-def fail(message: str, code: int, command: str = "staleflow") -> None:
+def exit_with_error(message: str, code: int, command: str = "staleflow") -> None:
     """Print one line to standard error, and exit."""
     from staleflow.stores.printable import printable
 

@@ -27,13 +27,13 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     else:
         for line in result.story:
             click.echo(line)
-        if result.truncated:
-            click.echo(result.truncated)
+        if result.truncated_journals:
+            click.echo(result.truncated_journals)
         verdict = "the same commands"
         if result.difference:
             verdict = f"DIFFER: {result.difference}"
-        elif result.missing:
-            verdict = f"the same commands, but INCOMPLETE: {result.missing}"
+        elif result.missing_events:
+            verdict = f"the same commands, but INCOMPLETE: {result.missing_events}"
         click.echo(f"{result.num_events} events, {result.num_commands} commands: {verdict}")
-    if result.difference or result.missing:
+    if result.difference or result.missing_events:
         sys.exit(1)

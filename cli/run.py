@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from staleflow.cli.cluster_jobs import cluster_options, print_submitted
-from staleflow.cli.job import check, execute_job, store_option, warm_up, watch
+from staleflow.cli.job import check_and_print, execute_job, prepare_process, run_with_display, store_option
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
@@ -38,31 +38,31 @@ def command(
 
     overrides += override_lines({"store": store} if store else {})
     if dry_run:
-        try_job(config_path, overrides, as_json=as_json, verbose=verbose)
+        dry_run_job(config_path, overrides, as_json=as_json, verbose=verbose)
         return
-    from staleflow.pipeline.api.job_loading import load_job, new_job
+    from staleflow.pipeline.api.job_loading import load_job, prepare_job
 
-    config = new_job(load_job(config_path, overrides))
-    warm_up(config, verbose)
-    check(config)
-    execute_job(config, as_json=as_json, verbose=verbose, resume=False)
+    config = prepare_job(load_job(config_path, overrides))
+    prepare_process(config, verbose)
+    check_and_print(config)
+    execute_job(config, as_json=as_json, verbosity=verbose, resume=False)
 
 
-def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verbose: int) -> None:
+def dry_run_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verbose: int) -> None:
     """Dry-run a job in a temporary folder, audit its store, and print the results. Exit code 1 if the audit has
     findings, 130 if the run was stopped. Raises ConfigError."""
-    from staleflow.pipeline.api.dry_running import dry_job, dry_run_result
+    from staleflow.pipeline.api.dry_running import make_dry_job, read_dry_run_result
     from staleflow.pipeline.api.job_loading import load_job
 
     config = load_job(config_path, overrides)
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
-        dry_config = dry_job(config, Path(folder))
-        warm_up(dry_config, verbose)
-        check(dataclasses.replace(dry_config, reward=config.reward))
-        _, end = watch(dry_config, quiet=as_json, verbose=verbose, resume=False)
-        if end.stopped:
+        dry_config = make_dry_job(config, Path(folder))
+        prepare_process(dry_config, verbose)
+        check_and_print(dataclasses.replace(dry_config, reward=config.reward))
+        _, end = run_with_display(dry_config, quiet=as_json, verbosity=verbose, resume=False)
+        if end.stop_reason:
             sys.exit(130)
-        result = dry_run_result(end.run_dir)
+        result = read_dry_run_result(end.run_dir)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
@@ -90,14 +90,14 @@ def try_job(config_path: str, overrides: tuple[str, ...], *, as_json: bool, verb
 def resume(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, cluster: ClusterAddress) -> None:
     """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
     there."""
-    from staleflow.pipeline.api.job_loading import resumable_job
+    from staleflow.pipeline.api.job_loading import load_resumable_job
 
-    config = resumable_job(Path(run), overrides)
+    config = load_resumable_job(Path(run), overrides)
     if not cluster.is_named:
-        warm_up(config, verbose)
-    check(config, runs_here=not cluster.is_named)
+        prepare_process(config, verbose)
+    check_and_print(config, runs_here=not cluster.is_named)
     if not cluster.is_named:
-        execute_job(config, as_json=as_json, verbose=verbose, resume=True)
+        execute_job(config, as_json=as_json, verbosity=verbose, resume=True)
         return
     from staleflow.pipeline.jobs import job_driver
 

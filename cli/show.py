@@ -86,14 +86,14 @@ def show_trajectories(run: Run, ids: list[int], model: str, as_json: bool) -> No
     quiet_libraries()
     views = run.view(ids, model=model)
     if as_json:
-        print_json([_plain(view) for view in views])
+        print_json([_to_plain(view) for view in views])
     elif not views:
         click.echo("no trajectory matches")
     for view in views if not as_json else ():
         print_trajectory(view)
 
 
-def _plain(view: TrajectoryView) -> dict[str, Any]:
+def _to_plain(view: TrajectoryView) -> dict[str, Any]:
     value = dataclasses.asdict(view)
     return {**value.pop("facts"), **value}
 
@@ -131,7 +131,7 @@ def show_steps(run: Run, as_json: bool) -> None:
 
 def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
     """Print a step's batch in training order. Returns whether it equals the batch that the trainer received."""
-    rows = [_summary(trajectory) for trajectory in batch.trajectories]
+    rows = [_trajectory_facts(trajectory) for trajectory in batch.trajectories]
     if as_json:
         value = {
             "step": batch.record.step,
@@ -160,7 +160,7 @@ def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
     return batch.intact
 
 
-def _summary(trajectory: StoredTrajectory) -> dict[str, Any]:
+def _trajectory_facts(trajectory: StoredTrajectory) -> dict[str, Any]:
     names = ("group", "v_traj", "staleness", "turns", "reward", "advantage", "error")
     values = {name: getattr(trajectory, name) for name in names}
     return {"trajectory": trajectory.id, **values, "response_tokens": trajectory.num_sampled}

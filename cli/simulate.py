@@ -54,8 +54,8 @@ def simulate(
     """
     from rich.progress import track
 
+    from staleflow.pipeline.api import simulating
     from staleflow.pipeline.api.job_loading import load_job
-    from staleflow.pipeline.api.simulating import assumptions, recorded_run, simulate_variants, variants
     from staleflow.pipeline.recovery.run_folder import load_job as load_stored_job
     from staleflow.stores.errors import ConfigError
 
@@ -65,12 +65,12 @@ def simulate(
     load: Callable[[tuple[str, ...]], Job] = partial(load_job, config_path)
     note = ""
     if run:
-        recorded_overrides, note = recorded_run(Path(run))
+        recorded_overrides, note = simulating.recorded_overrides(Path(run))
         load, overrides = partial(load_stored_job, Path(run)), (*recorded_overrides, *overrides)
-    rows = variants(load, overrides, values_by_key, baselines)
-    is_quiet = as_json or len(rows) == 1
-    results = list(track(simulate_variants(rows), "simulating", len(rows), transient=True, disable=is_quiet))
-    if not as_json and (note := note or assumptions(rows[0].job)):
+    variants = simulating.make_variants(load, overrides, values_by_key, baselines)
+    is_quiet, simulations = as_json or len(variants) == 1, simulating.simulate_variants(variants)
+    results = list(track(simulations, "simulating", len(variants), transient=True, disable=is_quiet))
+    if not as_json and (note := note or simulating.describe_assumptions(variants[0].job)):
         click.echo(note, err=True)  # printed last, so that an error is one line
     if as_json:
         click.echo(json.dumps([result.as_dict() for result in results], indent=2))
@@ -100,13 +100,13 @@ def parse_sweeps(sweeps: Sequence[str], overrides: Sequence[str] = ()) -> dict[s
     return values_by_key
 
 
-def print_results(rows: list[tuple[str, SimulationStats]]) -> None:
+def print_results(results: list[tuple[str, SimulationStats]]) -> None:
     """Print a table with a row for each variant; ratios are to the first."""
     figures = ["tokens/s", "ratio", "s/step", "of roofline", "trainer idle", "rollout idle"]
     columns = ["", *figures, "staleness 0, 1, ...", "dropped", "recomputed"]
     cells = []
-    baseline_tokens_per_s = rows[0][1].steady_tokens_per_s
-    for label, stats in rows:
+    baseline_tokens_per_s = results[0][1].steady_tokens_per_s
+    for label, stats in results:
         total = sum(stats.staleness.values()) or 1
         shares = [stats.staleness.get(k, 0) / total for k in range(max(stats.staleness, default=0) + 1)]
         histogram = " ".join(f"{s:.0%}" for s in shares[:8]) + (" ..." if len(shares) > 8 else "")
@@ -173,7 +173,8 @@ def print_profile(profile: Profile, path: Path) -> None:
     if (acceptance := stored["acceptance_rate"]) is not None:
         click.echo(f"  acceptance {acceptance:.3g} of drafted tokens, as if each request drafted all that it might")
     click.echo(
-        f"{fit.num_points} steps timed, {fit.running[0]} to {fit.running[1]} running, up to {fit.kv_tokens[1]:,.0f} KV "
-        f"tokens; on steps left out of the fit the error is {fit.error_median:.1%} (median), {fit.error_p90:.1%} (90 %)"
+        f"{fit.num_points} steps timed, {fit.running_range[0]} to {fit.running_range[1]} running, up to "
+        f"{fit.kv_tokens_range[1]:,.0f} KV tokens; on steps left out of the fit the error is {fit.error_median:.1%} "
+        f"(median), {fit.error_p90:.1%} (90 %)"
     )
     click.echo(f'{path}: use it with --set profile="{path}"')

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli.lazy import LazyGroup
-from staleflow.cli.stored import named_cluster, print_json, quiet_libraries, worker_options
+from staleflow.cli.stored import cluster_client, print_json, quiet_libraries, worker_options
 
 if TYPE_CHECKING:
     from staleflow.pipeline.api.stored_run import Run
     from staleflow.pipeline.cluster.connection import ClusterAddress
 
 COMMANDS = {
-    "ls": ("staleflow.cli.store:ls", "list the runs in a folder"),
+    "ls": ("staleflow.cli.store:list_stored_runs", "list the runs in a folder"),
     "show": ("staleflow.cli.show", "show a run's steps, a step's batch, or the worst, best or longest trajectories"),
     "audit": (
         "staleflow.cli.store:audit",
@@ -40,14 +40,14 @@ def command() -> None:
 @click.command("ls")
 @click.argument("runs_dir", default="runs", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def ls(runs_dir: str, as_json: bool) -> None:
+def list_stored_runs(runs_dir: str, as_json: bool) -> None:
     """List the runs in a folder, or one run by its folder or the URL of its store."""
     from staleflow.pipeline.api.stored_run import list_runs, open_run
     from staleflow.stores.s3_url import is_url
 
     is_run = is_url(runs_dir) or (Path(runs_dir) / "config.toml").is_file()
     runs = [open_run(runs_dir)] if is_run else list_runs(runs_dir)
-    rows = [_row(run) for run in runs]
+    rows = [_run_facts(run) for run in runs]
     if as_json:
         print_json(rows)
         return
@@ -60,7 +60,7 @@ def ls(runs_dir: str, as_json: bool) -> None:
         )
 
 
-def _row(run: Run) -> dict[str, Any]:
+def _run_facts(run: Run) -> dict[str, Any]:
     """What is listed of a run."""
     from staleflow.stores.errors import StaleflowError
 
@@ -100,7 +100,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
     from staleflow.stores.errors import StoreError
 
     stored_run = open_run(run)
-    with named_cluster(cluster, configured=False) as client:  # an audit needs none
+    with cluster_client(cluster, configured=False) as client:  # an audit needs none
         result = stored_run.audit(full=full, memory_mib=memory, workers=workers, client=client)
     # Statistics over groups need their numbers to be right.
     countable = not {"arrays", "once"} & {finding.check for finding in result.findings}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from staleflow.cli.stored import (
-    named_cluster,
+    cluster_client,
     print_errors,
     print_json,
     progress_bar,
@@ -42,7 +42,7 @@ def rescore(
 
     stored_run = open_run(run)
     first_line = starting_message(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("scored", quiet=as_json, first_line=first_line) as progress:
+    with cluster_client(cluster) as client, progress_bar("scored", quiet=as_json, first_line=first_line) as progress:
         result = stored_run.rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
@@ -106,7 +106,7 @@ def recompute_logprobs(
 
     stored_run = open_run(run)
     first_line = starting_message(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("read", quiet=as_json, first_line=first_line) as progress:
+    with cluster_client(cluster) as client, progress_bar("read", quiet=as_json, first_line=first_line) as progress:
         result = stored_run.recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
@@ -162,7 +162,7 @@ def export(
 
     stored_run = open_run(run, branch=branch)
     first_line = starting_message(cluster, workers)
-    with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first_line=first_line) as progress:
+    with cluster_client(cluster) as client, progress_bar("written", quiet=as_json, first_line=first_line) as progress:
         result = stored_run.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
         print_json(result)

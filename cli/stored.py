@@ -46,7 +46,7 @@ def worker_options(function: Command) -> Command:
 
 
 @contextlib.contextmanager
-def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
+def cluster_client(cluster: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
     """Context manager: a client of the cluster that the options name, or None if they name none. Raises ConfigError if
     the cluster does not answer.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli.cluster_jobs import cluster_options
-from staleflow.cli.stored import named_cluster, print_errors, print_json, quiet_libraries, selection_option
+from staleflow.cli.stored import cluster_client, print_errors, print_json, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import ClusterAddress
@@ -52,7 +52,7 @@ def train_offline(
     from staleflow.pipeline.api.stored_run import open_run
 
     stored_run = open_run(run, branch=branch)
-    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+    with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         result = stored_run.train_offline(
             out or None, overrides=overrides, where=selection, epochs=epochs, client=client, report=report
         )
@@ -71,7 +71,7 @@ def train_offline(
 
 
 @contextlib.contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def training_progress(*, quiet: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Context manager: yields a function that shows training events, as a bar on a terminal and as a line every ten
     steps elsewhere."""
     from rich.console import Console
@@ -118,7 +118,7 @@ def unlearn(run: str, selection: str, branch: str, out: str, as_json: bool, clus
     from staleflow.pipeline.stored_runs.run_files import format_steps
 
     stored_run = open_run(run)
-    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+    with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         result = stored_run.unlearn(selection, branch=branch, out=out or None, client=client, report=report)
     training = result.training
     if as_json:
@@ -155,7 +155,7 @@ def bisect(run: str, at: int, since: int | None, metric: str, as_json: bool, clu
     from staleflow.pipeline.stored_runs.bisection_page import result_lines
 
     stored_run = open_run(run)
-    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+    with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         result = stored_run.bisect(at, since=since, metric=metric, client=client, report=report)
     if as_json:
         print_json(result)
@@ -202,7 +202,7 @@ def verify(
         signer = certificate.signer_of(checkpoint, Path(signed_by))
     run = source if checkpoint is None else certificate.run_of(checkpoint)
     stored_run = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
-    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
+    with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         if stored_run is None:
             result = offline_verification.verify_offline(
                 Path(run), checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report

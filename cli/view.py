@@ -13,7 +13,7 @@ import click
 from staleflow.cli.stored import quiet_libraries
 
 PORT = 8799
-LOCAL = "127.0.0.1"
+LOCAL_HOST = "127.0.0.1"
 
 
 @click.command("view")
@@ -25,7 +25,7 @@ LOCAL = "127.0.0.1"
     default=None,
     help=f"Port to listen on; 0 for any free one.  [default: {PORT}, or a free one if that is taken]",
 )
-@click.option("--host", default=LOCAL, show_default=True, help="Name or address of this machine to listen on.")
+@click.option("--host", default=LOCAL_HOST, show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
 @click.option("--until-eof", is_flag=True, hidden=True)
 def command(run: str, other: str, port: int | None, host: str, no_browser: bool, until_eof: bool) -> None:
@@ -47,7 +47,7 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
 
     def show_address() -> None:
         click.echo(f"{run}: {address} (Ctrl-C ends it)")
-        if host != LOCAL:
+        if host != LOCAL_HOST:
             click.echo("everyone who reaches this address can read the run: it asks for no password", err=True)
         if not no_browser and _has_display():
             webbrowser.open(address)

@@ -96,7 +96,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_NAMES = {
+_NAMES_BY_MODULE = {
     "pipeline.api.dry_running": "DryRunResult dry_run",
     "pipeline.api.initialization": "init",
     "pipeline.api.job_loading": "Job load_job",
@@ -142,10 +142,10 @@ _NAMES = {
     "tasks.training.loss": "Loss TokenLoss Tokens",
 }
 """Public names by module, below `staleflow`."""
-_MODULES = {name: f"staleflow.{module}" for module, names in _NAMES.items() for name in names.split()}
+_MODULE_BY_NAME = {name: f"staleflow.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 """The module of each public name; a test compares it with the imports above, which type checkers read."""
 
-__all__ = [*_MODULES, "__version__"]  # noqa: PLE0604  names are strings
+__all__ = [*_MODULE_BY_NAME, "__version__"]  # noqa: PLE0604  names are strings
 
 if not TYPE_CHECKING:  # type checkers would take every unknown name for one
 
@@ -153,13 +153,13 @@ if not TYPE_CHECKING:  # type checkers would take every unknown name for one
         """Import a public name when it is first used. Raises AttributeError, with the nearest name, for others."""
         if name == "__version__":
             value: Any = importlib.import_module("importlib.metadata").version("staleflow")
-        elif name in _MODULES:
-            module = importlib.import_module(_MODULES[name])
+        elif name in _MODULE_BY_NAME:
+            module = importlib.import_module(_MODULE_BY_NAME[name])
             value = (
                 getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{module.__name__}.{name}")
             )
         else:
-            near = difflib.get_close_matches(name, _MODULES, n=1)
+            near = difflib.get_close_matches(name, _MODULE_BY_NAME, n=1)
             raise AttributeError(
                 f"module 'staleflow' has no attribute {name!r}{f'; did you mean {near[0]}?' if near else ''}"
             )

@@ -38,7 +38,7 @@ SCRIPT_MODULES = ("__main__", "__mp_main__")
 """Names of the module whose code is a notebook or a script."""
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 """Names of the folders that packages are installed in."""
-MAX_SOURCES = 20
+MAX_SOURCE_TEXTS = 20
 """Most functions and classes whose source text is written for readers."""
 FILE_TEMPLATE = """\
 # {name}, {kind} that a job was given as a Python object.
@@ -77,17 +77,17 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
         raise ConfigError(f"{name} = {obj!r}: not a function or class")
     object_name = str(getattr(obj, "__name__", ""))
     object_name = object_name if object_name.isidentifier() else name
-    with _user_modules() as modules:
-        pickled = _pickle(obj, object_name, modules)
-        sources = list(_sources(obj, modules))[:MAX_SOURCES]
-    about = "Its source text, for readers:" if sources else "Its source text is not known."
+    with _user_modules() as user_modules:
+        pickled = _pickle(obj, object_name, user_modules)
+        sources = list(_source_texts(obj, user_modules))[:MAX_SOURCE_TEXTS]
+    source_note = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
     text = FILE_TEMPLATE.format(
         name=object_name,
         kind="a class" if isinstance(obj, type) else "a function",
         python=".".join(map(str, sys.version_info[:2])),
         version=sys.version_info[:2],
-        about=about,
+        about=source_note,
         sources="\n".join(line.rstrip() for line in comments.splitlines()) + "\n",
         pickled="\n".join(textwrap.wrap(base64.b85encode(pickled).decode(), 116)),
     )
@@ -96,18 +96,18 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     return f"{path}:{object_name}"
 
 
-def _pickle(obj: Any, object_name: str, modules: set[str]) -> bytes:
+def _pickle(obj: Any, object_name: str, user_modules: set[str]) -> bytes:
     """An object pickled by value. Raises ConfigError."""
     try:
         pickled: bytes = cloudpickle.dumps(obj)
     except Exception as error:  # an object of the user's may raise anything
-        path, why = _find_unpicklable_part(obj, error, modules, [object_name])
+        path, why = _find_unpicklable_part(obj, error, user_modules, [object_name])
         raise ConfigError(
             f"{object_name} cannot be sent to worker processes: {'.'.join(path)} cannot be pickled ({why}); create it "
             "inside of the function, or load it from a file there"
         ) from error
     try:
-        _WorkerUnpickler(pickled, modules).load()
+        _WorkerUnpickler(pickled, user_modules).load()
     except Exception as error:  # an object of the user's may raise anything
         why = " ".join(str(error).split())
         raise ConfigError(f"{object_name} cannot be sent to worker processes: loaded there it fails: {why}") from error
@@ -122,9 +122,9 @@ def _pickle(obj: Any, object_name: str, modules: set[str]) -> bytes:
 class _WorkerUnpickler(pickle.Unpickler):
     """Loads an object as another process does, which has neither the notebook nor the user's modules."""
 
-    def __init__(self, pickled: bytes, modules: set[str]) -> None:
+    def __init__(self, pickled: bytes, user_modules: set[str]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._unavailable_modules = (*SCRIPT_MODULES, *modules)
+        self._unavailable_modules = (*SCRIPT_MODULES, *user_modules)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in self._unavailable_modules:
@@ -135,23 +135,25 @@ class _WorkerUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _find_unpicklable_part(obj: Any, error: Exception, modules: set[str], path: list[str]) -> tuple[list[str], str]:
+def _find_unpicklable_part(
+    obj: Any, error: Exception, user_modules: set[str], path: list[str]
+) -> tuple[list[str], str]:
     """Where in an object the innermost part is that cannot be pickled, and why."""
-    for name, value in _parts(obj, modules):
+    for name, value in _parts(obj, user_modules):
         if name in path:
             continue
         try:
             cloudpickle.dumps(value)
         except Exception as nested_error:  # noqa: BLE001  an object of the user's may raise anything
-            return _find_unpicklable_part(value, nested_error, modules, [*path, name])
+            return _find_unpicklable_part(value, nested_error, user_modules, [*path, name])
     return path, " ".join(str(error).split())
 
 
-def _parts(obj: Any, modules: set[str]) -> Iterator[tuple[str, Any]]:
+def _parts(obj: Any, user_modules: set[str]) -> Iterator[tuple[str, Any]]:
     """What is pickled with an object, by name: globals, closure and defaults of a function, members of a class,
     attributes of an instance."""
-    if isinstance(obj, types.FunctionType) and _is_pickled_by_value(obj, modules):
-        for name in dict.fromkeys(_names(obj.__code__)):
+    if isinstance(obj, types.FunctionType) and _is_pickled_by_value(obj, user_modules):
+        for name in dict.fromkeys(_global_names(obj.__code__)):
             if name in obj.__globals__:
                 yield name, obj.__globals__[name]
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
@@ -160,49 +162,49 @@ def _parts(obj: Any, modules: set[str]) -> Iterator[tuple[str, Any]]:
         for value in (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()):
             yield "a default value", value
     elif isinstance(obj, (staticmethod, classmethod)):
-        yield from _parts(obj.__func__, modules)
+        yield from _parts(obj.__func__, user_modules)
     elif isinstance(obj, types.MethodType):
         yield from (("__func__", obj.__func__), ("__self__", obj.__self__))
-    elif isinstance(obj, type) and _is_pickled_by_value(obj, modules):
+    elif isinstance(obj, type) and _is_pickled_by_value(obj, user_modules):
         yield from ((base.__name__, base) for base in obj.__bases__)
         yield from vars(obj).items()
     elif isinstance(obj, types.ModuleType):
-        if obj.__name__ in modules:
+        if obj.__name__ in user_modules:
             yield from vars(obj).items()
     elif not isinstance(obj, (type, types.FunctionType)):
         yield from getattr(obj, "__dict__", {}).items()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def _global_names(code: types.CodeType) -> Iterator[str]:
     """Names that code may read from its globals."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _global_names(constant)
 
 
-def _sources(obj: Any, modules: set[str], visited_ids: set[int] | None = None) -> Iterator[str]:
+def _source_texts(obj: Any, user_modules: set[str], visited_ids: set[int] | None = None) -> Iterator[str]:
     """Source texts of an object and of the user's functions and classes that it uses."""
     visited_ids = set() if visited_ids is None else visited_ids
     if id(obj) in visited_ids:
         return
     visited_ids.add(id(obj))
-    if isinstance(obj, (types.FunctionType, type)) and _is_pickled_by_value(obj, modules):
+    if isinstance(obj, (types.FunctionType, type)) and _is_pickled_by_value(obj, user_modules):
         with contextlib.suppress(OSError, TypeError):  # a plain Python prompt keeps no source
             yield textwrap.dedent(inspect.getsource(obj)).rstrip()
         if isinstance(obj, type):
             for member in vars(obj).values():
-                for _, value in _parts(member, modules):
-                    yield from _sources(value, modules, visited_ids)
+                for _, value in _parts(member, user_modules):
+                    yield from _source_texts(value, user_modules, visited_ids)
             return
-        for _, value in _parts(obj, modules):
-            yield from _sources(value, modules, visited_ids)
+        for _, value in _parts(obj, user_modules):
+            yield from _source_texts(value, user_modules, visited_ids)
 
 
-def _is_pickled_by_value(obj: Any, modules: set[str]) -> bool:
+def _is_pickled_by_value(obj: Any, user_modules: set[str]) -> bool:
     """Whether a function or class is pickled with its code: one of the user's own, or that no import finds."""
     module = str(getattr(obj, "__module__", ""))
-    return module in modules or module in SCRIPT_MODULES or module not in sys.modules
+    return module in user_modules or module in SCRIPT_MODULES or module not in sys.modules
 
 
 @contextlib.contextmanager
@@ -241,7 +243,7 @@ def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) ->
     derived_branches.check_branch_name(
         (run_dir / "store").resolve(), branch
     )  # the file of a branch that exists is kept
-    path = write_code(reward, run_dir / "code", file_name(branch))
+    path = write_code(reward, run_dir / "code", branch_file_name(branch))
     try:
         yield path
     except BaseException:
@@ -249,10 +251,10 @@ def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) ->
         raise
 
 
-def file_name(branch: str) -> str:
+def branch_file_name(branch: str) -> str:
     """Name of the file for a branch's code: a Python identifier, different for each branch.
 
-    >>> file_name("strict"), file_name("by length")
+    >>> branch_file_name("strict"), branch_file_name("by length")
     ('branch_strict', 'branch_by_length_588131ba')
     """
     identifier = re.sub(r"[^A-Za-z0-9]", "_", branch)

@@ -14,8 +14,8 @@ from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, with_
 from staleflow.pipeline.api.run_handle import RunHandle
 from staleflow.pipeline.config import preflight, user_files
 from staleflow.pipeline.config.knob_tree import Overrides, with_values
-from staleflow.pipeline.config.model_files import find_model
-from staleflow.pipeline.config.schema import RunConfig, TrackingConfig
+from staleflow.pipeline.config.model_files import find_model_folder
+from staleflow.pipeline.config.schema import TrackingConfig
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.stores.auditing.audit import audit
@@ -84,20 +84,14 @@ def dry_run(
     """
     config = with_objects(job, overrides, {"rows": rows, "reward": reward, **objects})
     with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
-        dry_config = dry_job(config, Path(folder))
+        dry_config = make_dry_job(config, Path(folder))
         local_cluster.start_fork_server(dry_config.cluster.threads, local_cluster.modules_to_preload(emulated=True))
         preflight.check_job(replace(dry_config, reward=config.reward))
         handle = RunHandle(dry_config, resume=False, security=None, progress=False)
-        return dry_run_result(handle.result_or_interrupt().run_dir)
+        return read_dry_run_result(handle.result_or_interrupt().run_dir)
 
 
-def dry_job(job: Job, folder: Path) -> Job:
-    """The job of a dry run whose run folder is in `folder`. Raises ConfigError."""
-    preflight.check_names(job)
-    return make_dry_settings(user_files.with_absolute_paths(job), folder)
-
-
-def dry_run_result(run_dir: Path) -> DryRunResult:
+def read_dry_run_result(run_dir: Path) -> DryRunResult:
     """Read the results of a dry run from its store, and audit it. Raises StoreError."""
     store = VersionedStore.open(run_dir / "store")
     audit_result = audit(store)
@@ -124,21 +118,23 @@ MAX_PROMPT_CHARS = 500
 """Maximum length of the prompt that is shown."""
 MAX_STEPS, MAX_GROUPS, MAX_WORKERS = 3, 8, 2
 """Most training steps, groups per step, and rollout instances or reward workers of a dry run."""
-RESPONSE_S = 0.5
+MAX_RESPONSE_S = 0.5
 """Seconds the longest response should take."""
-TOKEN_S = 0.012
+DEFAULT_TOKEN_S = 0.012
 """Seconds a token takes by the default cost model."""
-MAX_SCALE = 100.0
+MAX_TIME_SCALE = 100.0
 """Largest factor by which a dry run's time is shortened; beyond it, its own messages would count as slow."""
 
 
-def make_dry_settings(config: RunConfig, runs_dir: Path) -> RunConfig:
+def make_dry_job(job: Job, runs_dir: Path) -> Job:
     """Build the dry run of a job, in another folder for runs, which has its store too. Prompts, template, tokenizer,
     reward and strategies are the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the
-    model is not found."""
+    model is not found, or a text cannot name a folder."""
+    preflight.check_names(job)
+    config = user_files.with_absolute_paths(job)
     rollout, batch, max_new_tokens = config.rollout, config.batch, config.rollout.max_new_tokens
-    folder = find_model(config.model.path) if config.model.path else None
-    scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
+    folder = find_model_folder(config.model.path) if config.model.path else None
+    scale = min(max(max_new_tokens * DEFAULT_TOKEN_S / MAX_RESPONSE_S, 1.0), MAX_TIME_SCALE)
     engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
     groups, instances = min(batch.groups_per_step, MAX_GROUPS), min(rollout.instances, MAX_WORKERS)
     values: dict[str, Any] = {

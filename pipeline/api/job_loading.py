@@ -83,14 +83,14 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
         ConfigError: The job cannot be read, or has a mistake; the message names the key, the value and the limit.
     """
     if isinstance(source, Job):
-        tree, where = tomllib.loads(knob_tree.to_toml(source)), "job"
+        tree, label = tomllib.loads(knob_tree.to_toml(source)), "job"
     elif isinstance(source, Mapping):
-        tree, where = with_named_tasks(_to_job_table(source), "job"), "job"
+        tree, label = with_named_tasks(_to_job_table(source), "job"), "job"
     elif isinstance(source, (str, Path)):
-        tree, where = loading.read_tree(source), str(source)
+        tree, label = loading.read_tree(source), str(source)
     else:
         raise ConfigError(f"job: a {type(source).__name__}; expected the path of a job file, a mapping or a Job")
-    return loading.from_tree_with_overrides(tree, override_texts(overrides), where)
+    return loading.from_tree_with_overrides(tree, override_texts(overrides), label)
 
 
 def override_texts(overrides: Overrides | None) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def override_texts(overrides: Overrides | None) -> tuple[str, ...]:
     return override_lines(overrides)
 
 
-def new_job(job: Job) -> Job:
+def prepare_job(job: Job) -> Job:
     """The job of a new run, with absolute paths. Raises ConfigError, also if the name of its run is taken."""
     preflight.check_names(job)
     job = user_files.with_absolute_paths(job)
@@ -109,7 +109,7 @@ def new_job(job: Job) -> Job:
     return job
 
 
-def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
+def load_resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
     """The job of a stored run that can be resumed, with absolute paths. Logs a note if its learning rate reaches its
     end before the run does. Raises ConfigError if there is no such run, nothing is left to do, or a value cannot be
     changed."""
@@ -143,7 +143,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
         if key in changes:
             raise ConfigError(f"{name} and another argument both set {key}; give one of them")
         if name in ("rows", "eval_rows"):
-            path = user_files.new_folder() / f"{name}.jsonl"
+            path = user_files.new_temporary_folder() / f"{name}.jsonl"
             write_rows(value, path, name)
             changes |= {key: f"jsonl:{path}", key.replace("source", "options"): {}}
         elif name == "reward" and isinstance(value, Mapping):
@@ -193,7 +193,7 @@ def _to_job_value(key: str, value: Any) -> Any:
 
 def _write_code_file(value: Callable[..., Any], name: str) -> str:
     own_name = str(getattr(value, "__name__", name))
-    return write_code(value, user_files.new_folder(), own_name if own_name.isidentifier() else name)
+    return write_code(value, user_files.new_temporary_folder(), own_name if own_name.isidentifier() else name)
 
 
 def write_rows(rows: Any, path: Path, name: str) -> None:

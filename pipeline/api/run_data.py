@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from staleflow.stores.trajectories.records import CommitRecord
     from staleflow.stores.trajectories.versioned import VersionedStore
 
-MAIN = "main"
+MAIN_BRANCH = "main"
 """The branch that a run itself writes."""
 
 
 class RunData:
     """The data of a stored run. Each call reads the current state of its folder, or of its store in a bucket."""
 
-    def __init__(self, path: Path, source: str, *, branch: str = MAIN, at_step: int | None = None) -> None:
+    def __init__(self, path: Path, source: str, *, branch: str = MAIN_BRANCH, at_step: int | None = None) -> None:
         self._path = path
         self._source = source
         self._branch = branch
@@ -99,7 +99,7 @@ class RunData:
     def branches(self) -> tuple[str, ...]:
         """Names of all branches of the store: "main", those with other rewards or logprobs, and those with steps that a
         resume has undone."""
-        return tuple(sorted({MAIN, *self._store().branches()}, key=lambda name: (name != MAIN, name)))
+        return tuple(sorted({MAIN_BRANCH, *self._store().branches()}, key=lambda name: (name != MAIN_BRANCH, name)))
 
     @property
     def lineage(self) -> Mapping[str, Any]:

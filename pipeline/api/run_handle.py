@@ -31,7 +31,7 @@ from staleflow.stores.printable import printable
 
 logger = logging.getLogger(__name__)
 
-WAITING = "waiting: "
+WAITING_PREFIX = "waiting: "
 """How the lines begin that say what a run waits for."""
 Progress = bool | Callable[[RunStatus], object]
 """Whether to print a line for each step; or a function that is called with the status after each step."""
@@ -53,7 +53,7 @@ class RunProgress(RunListener):
         self.report = RunReport()
 
     def on_line(self, text: str) -> None:
-        self.activity, self.is_waiting = text.removeprefix(WAITING), text.startswith(WAITING)
+        self.activity, self.is_waiting = text.removeprefix(WAITING_PREFIX), text.startswith(WAITING_PREFIX)
         self.print(text)
 
     def on_phase(self, activity: str) -> None:
@@ -63,9 +63,9 @@ class RunProgress(RunListener):
         self.is_waiting, self.has_begun = False, True
         self.version, self.report = snapshot.version, report
 
-    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self.activity = "training"
-        self.print(format_step(step, self._steps, limit))
+        self.print(format_step(step, self._steps, bottleneck))
         self._after_step()
 
     def print(self, line: str) -> None:
@@ -96,7 +96,7 @@ class RunHandle:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name=f"staleflow {job.name}", daemon=True)
         self._thread.start()
-        _running.add(self)
+        _running_handles.add(self)
 
     @property
     def job(self) -> Job:
@@ -192,14 +192,14 @@ class RunHandle:
             self._progress.activity = "starting"
             self._checked_event.set()
             self._result = asyncio.run(self._execute())
-            self._progress.activity = self._result.stopped
+            self._progress.activity = self._result.stop_reason
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = error
         finally:
             is_checked = self._checked_event.is_set()
             self._ended_event.set()
             self._checked_event.set()
-            _running.discard(self)
+            _running_handles.discard(self)
             if is_checked:  # else the error is raised at once
                 self._progress.print(str(self._result if self._result is not None else self._error))
 
@@ -212,11 +212,11 @@ class RunHandle:
             end = await execute(
                 self._job, self._progress, resume=self._resume, stop=self._stop, security=self._security
             )
-        return RunResult(run_dir=end.run_dir, stopped=end.stopped, summary=end.summary)
+        return RunResult(run_dir=end.run_dir, stop_reason=end.stop_reason, summary=end.summary)
 
     def _state(self) -> RunState:
         if self._result is not None:
-            return "stopped" if self._result.stopped else "done"
+            return "stopped" if self._result.stop_reason else "done"
         if self.done:
             return "stopped" if isinstance(self._error, StoppedBeforeStart) else "failed"
         if self._stop.reason:
@@ -228,17 +228,17 @@ class RunHandle:
     def _message(self) -> str:
         if self._error is not None:
             return str(self._error) or type(self._error).__name__
-        return self._progress.activity if self._result is None else self._result.stopped
+        return self._progress.activity if self._result is None else self._result.stop_reason
 
 
-_running: weakref.WeakSet[RunHandle] = weakref.WeakSet()
+_running_handles: weakref.WeakSet[RunHandle] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
     """Stop the runs that this process drives, and wait for them."""
-    for handle in tuple(_running):
+    for handle in tuple(_running_handles):
         handle.stop("Python exits")
-    for handle in tuple(_running):
+    for handle in tuple(_running_handles):
         handle.wait()
 
 

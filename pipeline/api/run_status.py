@@ -39,20 +39,20 @@ class RunStatus:
 
     @classmethod
     def of(
-        cls, state: RunState, step: int, steps: int, last: Mapping[str, float], tokens_per_s: float, message: str
+        cls, state: RunState, step: int, steps: int, last_step: Mapping[str, float], tokens_per_s: float, message: str
     ) -> RunStatus:
         """Build a status from the metrics of the newest step, which are empty before the first one."""
-        elapsed_s, num_left = last.get("elapsed_s", 0.0), steps - step
-        has_rest = last and num_left > 0 and state not in ENDED
+        elapsed_s, num_left = last_step.get("elapsed_s", 0.0), steps - step
+        has_remaining_steps = last_step and num_left > 0 and state not in ENDED
         return cls(
             state=state,
             step=step,
             steps=steps,
-            reward=last.get("reward"),
-            staleness=last.get("staleness_mean"),
+            reward=last_step.get("reward"),
+            staleness=last_step.get("staleness_mean"),
             tokens_per_s=tokens_per_s,
             elapsed_s=elapsed_s,
-            remaining_s=num_left * elapsed_s / (last["step"] + 1) if has_rest else None,
+            remaining_s=num_left * elapsed_s / (last_step["step"] + 1) if has_remaining_steps else None,
             message=message,
         )
 
@@ -82,7 +82,7 @@ class RunResult:
 
     run_dir: Path
     """Folder of the run."""
-    stopped: str
+    stop_reason: str
     """Why the run ended before its last step; empty if it did all of them."""
     summary: Mapping[str, Any]
     """What summary.json in the run's folder holds: steps, evaluations, rewards, seconds, staleness."""
@@ -120,6 +120,6 @@ class RunResult:
             bound = f"eta {summary['eta']}"
             rows.append(("staleness", f"{counts} ({bound})"))
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
-        if self.stopped:
-            rows.append(("stopped", self.stopped))
+        if self.stop_reason:
+            rows.append(("stopped", self.stop_reason))
         return rows

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, Unpack
 
-from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, load_resumable_job, prepare_job, with_objects
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
 from staleflow.pipeline.cluster.connection import ClusterAddress
@@ -49,7 +49,7 @@ def start(
     Raises:
         ConfigError: The job has a mistake, its run's name is taken, or an object cannot be sent to workers.
     """
-    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    config = prepare_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     return _start_checked(config, client=client, progress=progress, resume=False)
 
 
@@ -64,7 +64,7 @@ def run(
     **objects: Unpack[JobObjects],
 ) -> RunResult:
     """Run a job to its end, printing a line for each step. Ctrl-C, or interrupting a notebook, stops the run after its
-    current step; the result then has `stopped = "interrupted"`.
+    current step; the result then has `stop_reason = "interrupted"`.
 
     Args:
         job, overrides, client, progress, rows, reward, objects: As in `start`.
@@ -103,7 +103,7 @@ async def run_async(
     Raises:
         ConfigError, StaleflowError: As in `run`.
     """
-    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    config = prepare_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     handle = _start_unchecked(config, client=client, progress=progress, resume=False)
     wait_task = asyncio.ensure_future(asyncio.to_thread(handle.wait))
     try:
@@ -133,7 +133,7 @@ def start_resumed(
     Raises:
         ConfigError: There is no such run, nothing is left to do, or a value cannot be changed.
     """
-    return _start_checked(resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
+    return _start_checked(load_resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
 
 
 def resume(
@@ -165,13 +165,13 @@ def _start_unchecked(job: Job, *, client: Any, progress: Progress, resume: bool)
     """The handle of a run whose job is being checked."""
     security = None
     if client is not None:
-        job, security = _on_cluster_of(client, job)
+        job, security = _with_cluster_of(client, job)
     elif job.cluster.kind == "local":
         local_cluster.start_fork_server(job.cluster.threads, local_cluster.modules_to_preload(emulated=job.emulated))
     return RunHandle(job, resume=resume, security=security, progress=progress)
 
 
-def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
+def _with_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
     """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
     dask_cluster = ClusterAddress.of_client(client)
     values = {"cluster.kind": "address", "cluster.address": dask_cluster.address, "cluster.scheduler_file": ""}

@@ -38,7 +38,7 @@ from staleflow.stores.metrics import tokens_per_s
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import WorkloadConfig
 
-GREEDY_OVERRIDES = ("rollout.synchronization=greedy",)
+BASELINE_OVERRIDES = ("rollout.synchronization=greedy",)
 """What distinguishes baselines from the job besides their admission rule."""
 
 
@@ -126,14 +126,14 @@ def simulate(
     if isinstance(job, (str, Path)) and (Path(job) / "store").exists():
         job = open_run(job)
     if isinstance(job, Run):
-        path = job.path
-        rows = variants(functools.partial(load_stored_job, path), (*recorded_run(path)[0], *changes), sweep, baselines)
+        changes = (*recorded_overrides(job.path)[0], *changes)
+        load = functools.partial(load_stored_job, job.path)
     else:
-        rows = variants(functools.partial(load_job, job), changes, sweep, baselines)
-    return list(simulate_variants(rows))
+        load = functools.partial(load_job, job)
+    return list(simulate_variants(make_variants(load, changes, sweep, baselines)))
 
 
-def variants(
+def make_variants(
     load: Callable[[tuple[str, ...]], Job],
     overrides: tuple[str, ...],
     sweep: Mapping[str, Sequence[Any]] | None,
@@ -152,22 +152,22 @@ def variants(
     """
     results = [
         JobVariant(label=label, overrides=changes, job=load((*overrides, *changes)))
-        for label, changes in sweep_rows(sweep or {})
+        for label, changes in sweep_combinations(sweep or {})
     ]
     if baselines:
-        job = load((*overrides, *GREEDY_OVERRIDES))
+        job = load((*overrides, *BASELINE_OVERRIDES))
         rules = other_systems(job.staleness.eta)
         results += [
-            JobVariant(label=label, overrides=GREEDY_OVERRIDES, job=with_admission(job, rule))
+            JobVariant(label=label, overrides=BASELINE_OVERRIDES, job=with_admission(job, rule))
             for label, rule in rules.items()
         ]
     return results
 
 
-def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str, ...]]]:
+def sweep_combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str, ...]]]:
     """Label and overrides of each combination of swept values; without swept values, those of the unchanged job.
 
-    >>> sweep_rows({"staleness.eta": [0, 1]})
+    >>> sweep_combinations({"staleness.eta": [0, 1]})
     [('eta=0', ('staleness.eta=0',)), ('eta=1', ('staleness.eta=1',))]
     """
     lists = sweep.values() if isinstance(sweep, Mapping) else [None]
@@ -191,16 +191,16 @@ def _format_change(key: str, value: Any) -> tuple[str, str]:
     return f"{name}={text}", f"{key}={text}"
 
 
-def simulate_variants(rows: Sequence[JobVariant]) -> Iterator[SimulationResult]:
+def simulate_variants(variants: Sequence[JobVariant]) -> Iterator[SimulationResult]:
     """Simulate variants, one process per core. Yields their results in order. Raises ActorLost."""
-    if len(rows) == 1:
-        yield _simulate_variant(rows[0])
+    if len(variants) == 1:
+        yield _simulate_variant(variants[0])
         return
     # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
     context = context_without_main(multiprocessing.get_context("spawn"))
-    with ProcessPoolExecutor(min(len(rows), os.cpu_count() or 1), context) as pool:
+    with ProcessPoolExecutor(min(len(variants), os.cpu_count() or 1), context) as pool:
         try:
-            yield from pool.map(_simulate_variant, rows)
+            yield from pool.map(_simulate_variant, variants)
         except BrokenProcessPool as error:
             raise ActorLost(
                 "a simulation process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
@@ -213,7 +213,7 @@ def _simulate_variant(variant: JobVariant) -> SimulationResult:
     return SimulationResult(variant=variant, stats=compute_stats(variant.job, trace), trace=trace)
 
 
-def recorded_run(run_dir: Path) -> tuple[tuple[str, ...], str]:
+def recorded_overrides(run_dir: Path) -> tuple[tuple[str, ...], str]:
     """Read a stored run's responses and measured times for a simulation. Raises ConfigError, StoreError.
 
     Returns:
@@ -240,7 +240,7 @@ def recorded_run(run_dir: Path) -> tuple[tuple[str, ...], str]:
     return make_recorded_overrides(run_dir, profile), note
 
 
-def assumptions(config: RunConfig) -> str:
+def describe_assumptions(config: RunConfig) -> str:
     """One line on the settings that a job leaves at defaults, which were measured with another model and machine, and
     how to measure them; empty if there are none."""
     cost, default = config.rollout.cost, CostModel()

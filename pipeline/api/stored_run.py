@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.pipeline.api import run_data
-from staleflow.pipeline.api.run_data import MAIN, RunData
+from staleflow.pipeline.api.run_data import MAIN_BRANCH, RunData
 from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from staleflow.stores.auditing.audit import AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias
 
-RUNS = "runs"
+DEFAULT_RUNS_DIR = "runs"
 """The folder that runs are in by default."""
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all) as work goes on; first with (0, 0), when the input is checked
@@ -89,16 +89,16 @@ class Run(RunData):
         """
         from staleflow.pipeline.stored_runs.auditing import add_history_findings, audit_within
 
-        store = self._store(MAIN)
+        store = self._store(MAIN_BRANCH)
         report = audit_within(store, memory_mib, workers, client)
         return add_history_findings(report, store.path) if full else report
 
     def compare_with_forecast(self) -> ForecastResult | None:
         """Compare the run with the forecast that was made before its first step; None if there is none. See
         `staleflow.plan`. Raises StoreError if the forecast cannot be read."""
-        from staleflow.pipeline.jobs.forecasting import FILE, compare_forecast
+        from staleflow.pipeline.jobs.forecasting import FORECAST_FILE, compare_forecast
 
-        if not (self._path / FILE).is_file():
+        if not (self._path / FORECAST_FILE).is_file():
             return None
         cause = run_folder.read_summary(self._path).get("diagnosis", {}).get("cause", "")
         return compare_forecast(self._path, [step.metrics for step in self.steps()], cause)
@@ -107,7 +107,7 @@ class Run(RunData):
         """Compare dropped trajectories with trained ones, by reason: lengths, turns, rewards and prompts."""
         from staleflow.stores.auditing.drop_bias import bias_report
 
-        return bias_report(self._store(MAIN))
+        return bias_report(self._store(MAIN_BRANCH))
 
     def verify(
         self,
@@ -361,7 +361,7 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs import unlearning
 
         self._require_newest("unlearn something of")
-        if self._branch != MAIN:
+        if self._branch != MAIN_BRANCH:
             raise ConfigError(f"unlearn: {self._branch} is a branch; open the run without it, as it was trained")
         with self._lock_run():
             plan, facts = unlearning.make_plan(self._path, self._new_folder(branch, out), where, branch)
@@ -399,7 +399,7 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs.pool import run_training
 
         self._require_newest("bisect")
-        if self._branch != MAIN:
+        if self._branch != MAIN_BRANCH:
             raise ConfigError(f"bisect: {self._branch} is a branch; open the run without it, as it was trained")
         with self._lock_run():
             first = bisection.best_version_before(self._path, at) if since is None else since
@@ -422,7 +422,7 @@ class Run(RunData):
             raise ConfigError(f"{self._source}: cannot {operation} the run as of a step; open it without at_step")
 
 
-def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = None) -> Run:
+def open_run(source: str | Path, *, branch: str = MAIN_BRANCH, at_step: int | None = None) -> Run:
     """Open a stored run, live or finished.
 
     Args:
@@ -442,18 +442,18 @@ def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = No
         >>> len(run.steps()), run.finished
         (60, True)
     """
-    if at_step is not None and branch != MAIN:
+    if at_step is not None and branch != MAIN_BRANCH:
         raise ConfigError(f"at_step = {at_step}: shows only what the run itself stored; leave out branch")
     run = Run(run_data.find_run_folder(source), str(source), branch=branch, at_step=at_step)
-    return run if at_step is None and branch == MAIN else _require_branch_and_step(run)
+    return run if at_step is None and branch == MAIN_BRANCH else _require_branch_and_step(run)
 
 
-def list_runs(folder: str | Path = RUNS) -> list[Run]:
+def list_runs(folder: str | Path = DEFAULT_RUNS_DIR) -> list[Run]:
     """The runs in a folder, by name. Raises ConfigError if there is no such folder; the default one may be missing."""
     path = Path(folder)
-    if not path.is_dir() and (path.exists() or path != Path(RUNS)):
+    if not path.is_dir() and (path.exists() or path != Path(DEFAULT_RUNS_DIR)):
         why = "a file, not a folder" if path.exists() else "no such folder"
-        raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default {RUNS}")
+        raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default {DEFAULT_RUNS_DIR}")
     return [Run(folder, str(folder)) for folder in run_folder.list_runs(path)]
 
 
@@ -482,11 +482,11 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
     from staleflow.pipeline.stored_runs.run_facts import read_facts
 
     open_runs = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
-    views = [_view(run) for run in open_runs]
+    views = [_view_options(run) for run in open_runs]
     name_suffixes = ["".join(f"@{value}" for value in view.values()) for view in views]
-    names = [run.name + ending for run, ending in zip(open_runs, name_suffixes, strict=True)]
+    names = [run.name + suffix for run, suffix in zip(open_runs, name_suffixes, strict=True)]
     if len({*names}) < len(names):
-        names = [run.source + ending for run, ending in zip(open_runs, name_suffixes, strict=True)]
+        names = [run.source + suffix for run, suffix in zip(open_runs, name_suffixes, strict=True)]
     return comparison.compare(
         [
             read_facts(run.path, run._store() if run._has_store() else None, name, view)
@@ -504,9 +504,9 @@ def _open_branch(source: str) -> Run:
     return open_run(f"{folder}{slash}{name}", branch=branch)
 
 
-def _view(run: Run) -> dict[str, str]:
+def _view_options(run: Run) -> dict[str, str]:
     """The branch or the step that a Run shows, by option of `open_run`; empty if it shows the run's present state."""
-    view = {"branch": run._branch} if run._branch != MAIN else {}
+    view = {"branch": run._branch} if run._branch != MAIN_BRANCH else {}
     return view if run._at_step is None else {**view, "at_step": str(run._at_step)}
 
 

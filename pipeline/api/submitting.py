@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
-from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, load_resumable_job, prepare_job, with_objects
 from staleflow.pipeline.api.run_status import RunResult, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
@@ -52,7 +52,7 @@ class SubmittedJob:
     def status(self) -> RunStatus:
         """The current status of the job. Raises ConfigError if the cluster cannot be reached or does not know the
         job."""
-        return _status_of(self._entry())
+        return _status_of(self._registry_entry())
 
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         """Iterate over the lines of the job's log. Raises ConfigError as `status` does.
@@ -65,7 +65,7 @@ class SubmittedJob:
     def cancel(self, reason: str = "cancelled") -> None:
         """Stop the job after its current step, or at once if it is waiting. It can be resumed. Raises ConfigError as
         `status` does."""
-        run_coroutine(job_lookup.cancel(self.cluster, self.id, reason))
+        run_coroutine(job_lookup.cancel_job(self.cluster, self.id, reason))
 
     def wait(self, timeout_s: float | None = None) -> RunStatus:
         """Wait until the job has ended. Returns its last status. Raises ConfigError as `status` does.
@@ -98,9 +98,9 @@ class SubmittedJob:
         if not summary:
             raise ConfigError(f"{self.run_dir}: no summary.json; the job is {status}, and its folder is not seen here")
         stop_reason = status.message if status.state == "stopped" else ""
-        return RunResult(run_dir=self.run_dir, stopped=stop_reason, summary=summary)
+        return RunResult(run_dir=self.run_dir, stop_reason=stop_reason, summary=summary)
 
-    def _entry(self) -> dict[str, Any]:
+    def _registry_entry(self) -> dict[str, Any]:
         return job_lookup.find_matching(run_coroutine(job_lookup.all_jobs(self.cluster)), self.id).job
 
     def __repr__(self) -> str:
@@ -138,8 +138,8 @@ def submit(
         ConfigError: The job has a mistake, its run's name is taken, or the cluster cannot be reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
-    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    _check(config)
+    config = prepare_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    _check_and_log(config)
     return _submitted_job(run_coroutine(job_driver.submit(config, cluster)), cluster)
 
 
@@ -163,8 +163,8 @@ def submit_resumed(
             reached.
     """
     cluster = _cluster_of(client, scheduler, scheduler_file)
-    config = resumable_job(Path(run_dir), overrides)
-    _check(config)
+    config = load_resumable_job(Path(run_dir), overrides)
+    _check_and_log(config)
     return _submitted_job(run_coroutine(job_driver.submit(config, cluster, resume=True)), cluster)
 
 
@@ -181,7 +181,7 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
     return [_submitted_job(entry, cluster) for entry in run_coroutine(job_lookup.all_jobs(cluster))]
 
 
-def _check(job: Job) -> None:
+def _check_and_log(job: Job) -> None:
     """Check what a job names, and log what cannot be checked here. Raises ConfigError."""
     for line in preflight.check_job(job, runs_here=False):
         logger.warning(line)

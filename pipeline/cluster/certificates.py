@@ -9,33 +9,34 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError, StoreError
 
-AUTHORITY, CERTIFICATE, KEY, CONFIGURATION = "ca.pem", "cert.pem", "key.pem", "dask.yaml"
+AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, CONFIGURATION_FILE = "ca.pem", "cert.pem", "key.pem", "dask.yaml"
 """Names of the folder's files. The authority's key is not stored, so that no other certificate can be signed."""
 VALID_DAYS = 365
 
 
-def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> None:
+def create_certificates(folder: Path, hosts: Sequence[str], scheduler_address: str) -> None:
     """Create a folder with a certificate authority, one certificate with its key, and a Dask configuration.
 
     Args:
         folder: Folder for the files; only this user can read it.
         hosts: Names and addresses of the scheduler's host, besides localhost.
-        scheduler: Address to which clients and workers connect, such as tls://head:8786.
+        scheduler_address: Address to which clients and workers connect, such as tls://head:8786.
 
     Raises:
         ConfigError: The folder exists, or the package `cryptography` is missing.
         StoreError: The folder cannot be written.
     """
-    files = _create_files(hosts)
+    files = _create_pem_files(hosts)
     try:
         folder.mkdir(parents=True, mode=0o700)
-        for name, data in {**files, CONFIGURATION: _configuration(folder.resolve(), scheduler)}.items():
+        files[CONFIGURATION_FILE] = _dask_configuration(folder.resolve(), scheduler_address)
+        for name, data in files.items():
             with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
     except FileExistsError as error:
@@ -46,36 +47,37 @@ def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> N
 
 def has_certificates(folder: Path) -> bool:
     """Whether a folder was written by `create_certificates`."""
-    return all((folder / name).is_file() for name in (AUTHORITY, CERTIFICATE, KEY, CONFIGURATION))
+    return all((folder / name).is_file() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, CONFIGURATION_FILE))
 
 
-def scheduler_address(folder: Path) -> str:
+def read_scheduler_address(folder: Path) -> str:
     """Read the scheduler's address in the folder's Dask configuration. Raises ConfigError."""
-    for line in (folder / CONFIGURATION).read_text("utf-8").splitlines():
+    for line in (folder / CONFIGURATION_FILE).read_text("utf-8").splitlines():
         key, _, value = line.partition(": ")
         if key == "scheduler-address":
             return value.strip()
-    raise ConfigError(f"{folder / CONFIGURATION}: no scheduler-address; name another folder, which is then created")
+    path = folder / CONFIGURATION_FILE
+    raise ConfigError(f"{path}: no scheduler-address; name another folder, which is then created")
 
 
-def _configuration(folder: Path, scheduler: str) -> bytes:
+def _dask_configuration(folder: Path, scheduler_address: str) -> bytes:
     """Return Dask's settings as YAML. Scheduler, workers and clients use the same certificate."""
-    pair = (f"        cert: {folder / CERTIFICATE}", f"        key: {folder / KEY}")
-    roles = [line for role in ("scheduler", "worker", "client") for line in (f"      {role}:", *pair)]
+    paths = (f"        cert: {folder / CERTIFICATE_FILE}", f"        key: {folder / KEY_FILE}")
+    role_lines = [line for role in ("scheduler", "worker", "client") for line in (f"      {role}:", *paths)]
     lines = [
-        f"scheduler-address: {scheduler}",
+        f"scheduler-address: {scheduler_address}",
         "distributed:",
         "  comm:",
         "    default-scheme: tls",
         "    require-encryption: true",
         "    tls:",
-        f"      ca-file: {folder / AUTHORITY}",
-        *roles,
+        f"      ca-file: {folder / AUTHORITY_FILE}",
+        *role_lines,
     ]
     return "\n".join([*lines, ""]).encode()
 
 
-def _create_files(hosts: Sequence[str]) -> Mapping[str, bytes]:
+def _create_pem_files(hosts: Sequence[str]) -> dict[str, bytes]:
     """Create the authority, the certificate and its key. Returns PEM texts by file name. Raises ConfigError."""
     try:
         from cryptography import x509
@@ -101,7 +103,7 @@ def _create_files(hosts: Sequence[str]) -> Mapping[str, bytes]:
             .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
         )
 
-    def alternative(host: str) -> Any:
+    def alternative_name(host: str) -> Any:
         try:
             return x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
@@ -116,12 +118,12 @@ def _create_files(hosts: Sequence[str]) -> Mapping[str, bytes]:
     names = dict.fromkeys(("localhost", "127.0.0.1", "::1", *hosts))
     certificate = (
         builder("staleflow cluster", key)
-        .add_extension(x509.SubjectAlternativeName([alternative(host) for host in names]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([alternative_name(host) for host in names]), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
     return {
-        AUTHORITY: authority.public_bytes(pem),
-        CERTIFICATE: certificate.public_bytes(pem),
-        KEY: key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        AUTHORITY_FILE: authority.public_bytes(pem),
+        CERTIFICATE_FILE: certificate.public_bytes(pem),
+        KEY_FILE: key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     }

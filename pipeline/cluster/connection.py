@@ -14,8 +14,8 @@ import dask
 from distributed import Client, Security
 from distributed.comm.addressing import normalize_address, parse_address, parse_host_port
 
-from staleflow.pipeline.cluster.plugin import ensure
-from staleflow.pipeline.cluster.port_probe import PORT, PortState, probe_port, resolve
+from staleflow.pipeline.cluster.plugin import ensure_job_registry
+from staleflow.pipeline.cluster.port_probe import SCHEDULER_PORT, PortState, probe_port, resolution_error
 from staleflow.stores.errors import ConfigError
 
 CONNECT_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
@@ -27,7 +27,7 @@ BUSY_SCHEDULER_S = 60.0
 """Additional seconds for a scheduler that exists and may be busy."""
 PROBE_AFTER_S = 1.5
 """Seconds without a reply after which the port is probed, because another server may listen there."""
-CLOSE_S = 1.0
+CLOSE_LIMIT_S = 1.0
 """Seconds that a client may take to close after a failed connection."""
 FILE_POLL_S = 0.1
 """Seconds between two checks for a scheduler file that is not complete yet."""
@@ -83,7 +83,7 @@ class ClusterAddress:
             await _wait_for_address(self.scheduler_file, file_timeout_s)
         address = self._address()
         options = {"direct_to_workers": direct_to_workers, "set_as_default": False, "security": self.security}
-        with _connect_errors(address):
+        with _raised_as_config_error(address):
             return await _connect(address, CONNECT_S if within_s is None else within_s, options)
 
     @contextlib.asynccontextmanager
@@ -100,7 +100,7 @@ class ClusterAddress:
         """Context manager: yields a synchronous client. Raises ConfigError as `connect` does."""
         asyncio.run(self._require_answer())  # a synchronous client does not find out what else listens there
         address = self._address()
-        with _connect_errors(address):
+        with _raised_as_config_error(address):
             client = Client(address, timeout=CONNECT_S + BUSY_SCHEDULER_S, security=self.security)
         with client:
             yield client
@@ -119,22 +119,24 @@ class ClusterAddress:
         if self.scheduler_file:
             if address:
                 raise ConfigError("both --scheduler and --scheduler-file are given; name the cluster by one of them")
-            address = _address_in(self.scheduler_file)
+            address = _read_address(self.scheduler_file)
         address = str(normalize_address(str(address or dask.config.get("scheduler-address"))))
         scheme = address.partition("://")[0]
         if scheme in ("http", "https"):
             raise ConfigError(
                 f"no scheduler at {address}: this is the address of a web page, such as Dask's dashboard; a "
-                f"scheduler's is tcp://HOST:{PORT}"
+                f"scheduler's is tcp://HOST:{SCHEDULER_PORT}"
             )
         try:
             if scheme not in SCHEMES:
                 raise ValueError(f"unknown protocol {scheme}")
-            port = parse_host_port(address)[1] if scheme in HOST_AND_PORT_SCHEMES else PORT
+            port = parse_host_port(address)[1] if scheme in HOST_AND_PORT_SCHEMES else SCHEDULER_PORT
             if not 0 < port < 2**16:
                 raise ValueError(f"there is no port {port}")
         except ValueError as error:
-            raise ConfigError(f"{address!r} is not a scheduler's address ({error}); use tcp://HOST:{PORT}") from error
+            raise ConfigError(
+                f"{address!r} is not a scheduler's address ({error}); use tcp://HOST:{SCHEDULER_PORT}"
+            ) from error
         has_tls = self.security is not None or dask.config.get("distributed.comm.tls.ca-file")
         if scheme == "tls" and not has_tls:
             raise ConfigError(f"{address} requires TLS; pass --tls-ca-file, --tls-cert and --tls-key")
@@ -142,7 +144,7 @@ class ClusterAddress:
 
 
 @contextlib.contextmanager
-def _connect_errors(address: str) -> Iterator[None]:
+def _raised_as_config_error(address: str) -> Iterator[None]:
     """Context manager: raises Dask's errors of a connection as ConfigError with one line."""
     try:
         yield
@@ -159,7 +161,7 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
     scheme, _ = parse_address(address)
     host, port = parse_host_port(address) if scheme in HOST_AND_PORT_SCHEMES else ("", 0)
     started_s = asyncio.get_running_loop().time()
-    if host and (reason := await resolve(host)):
+    if host and (reason := await resolution_error(host)):
         raise ConfigError(f"no scheduler at {address}: {reason}")
     client = Client(address, asynchronous=True, timeout=within_s + BUSY_SCHEDULER_S, **options)
     start_task = asyncio.ensure_future(_wait_for_start(client, address))
@@ -176,9 +178,11 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
             return await start_task
     except BaseException as error:
         start_task.cancel()
-        await asyncio.wait({start_task, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
+        await asyncio.wait({start_task, asyncio.ensure_future(client.close())}, timeout=CLOSE_LIMIT_S)
         if isinstance(error, TimeoutError):
-            raise ConfigError(f"no scheduler at {address}: {port_state.why} (waited {within_s:g} s)") from error
+            raise ConfigError(
+                f"no scheduler at {address}: {port_state.no_reply_reason} (waited {within_s:g} s)"
+            ) from error
         raise
 
 
@@ -192,7 +196,7 @@ async def _wait_for_start(client: Any, address: str) -> Any:
             f"no scheduler at {address}: another Dask process listens there, such as a worker, or a scheduler of an "
             f"incompatible version ({error})"
         ) from error
-    await ensure(client)
+    await ensure_job_registry(client)
     return client
 
 
@@ -202,12 +206,12 @@ async def _wait_for_address(scheduler_file: str, timeout_s: float) -> None:
     deadline = loop.time() + timeout_s
     while loop.time() < deadline:
         with contextlib.suppress(ConfigError):
-            _address_in(scheduler_file)
+            _read_address(scheduler_file)
             return
         await asyncio.sleep(FILE_POLL_S)
 
 
-def _address_in(scheduler_file: str) -> str:
+def _read_address(scheduler_file: str) -> str:
     """Read the address in a scheduler file. Raises ConfigError."""
     try:
         content = json.loads(Path(scheduler_file).read_text("utf-8"))
@@ -234,14 +238,14 @@ def make_security(ca_file: str, cert: str, key: str) -> Any:
     return Security(tls_ca_file=ca_file, tls_client_cert=cert, tls_client_key=key, require_encryption=True)
 
 
-def client_security(security: Any) -> Any:
+def client_security(worker_security: Any) -> Any:
     """Convert a worker's security for use by a client. A worker started with --tls-cert has a certificate for workers
     only."""
-    if security is None or not security.tls_worker_cert or security.tls_client_cert:
-        return security
+    if worker_security is None or not worker_security.tls_worker_cert or worker_security.tls_client_cert:
+        return worker_security
     return Security(
-        tls_ca_file=security.tls_ca_file,
-        tls_client_cert=security.tls_worker_cert,
-        tls_client_key=security.tls_worker_key,
-        require_encryption=security.require_encryption,
+        tls_ca_file=worker_security.tls_ca_file,
+        tls_client_cert=worker_security.tls_worker_cert,
+        tls_client_key=worker_security.tls_worker_key,
+        require_encryption=worker_security.require_encryption,
     )

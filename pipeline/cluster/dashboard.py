@@ -69,7 +69,7 @@ def add_to(scheduler: Any, registry: JobRegistry) -> None:
     variables = template_variables(scheduler)
     if "staleflow" not in variables["pages"]:
         variables["pages"].append("staleflow")  # this list is shared by all pages
-    pages = {"/staleflow": lambda server, variables, doc: page(registry, variables, doc)}
+    pages = {"/staleflow": lambda server, variables, doc: fill_page(registry, variables, doc)}
     bokeh = BokehApplication(pages, scheduler, template_variables=variables)
     application.add_application(bokeh)
     bokeh.initialize(IOLoop.current())
@@ -110,7 +110,7 @@ class JobHandler(JobsHandler):
         self.write(json.dumps(job.to_plain() | {"steps": list(job.history.values())}))
 
 
-class JobsCollector(Collector):
+class JobMetricsCollector(Collector):
     """Prometheus metrics of the jobs of all registries in this process. Tests and notebooks may start several
     schedulers in one process."""
 
@@ -130,16 +130,16 @@ class JobsCollector(Collector):
 
 def export_metrics(registry: JobRegistry) -> None:
     """Add the jobs of a registry to the scheduler's /metrics."""
-    if not JobsCollector.registries:
+    if not JobMetricsCollector.registries:
         with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
-            REGISTRY.register(JobsCollector())
-    JobsCollector.registries.add(registry)
+            REGISTRY.register(JobMetricsCollector())
+    JobMetricsCollector.registries.add(registry)
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(registry: JobRegistry, variables: Mapping[str, Any], doc: Any) -> None:
+def fill_page(registry: JobRegistry, variables: Mapping[str, Any], doc: Any) -> None:
     """Fill the Bokeh document of one browser with the job in its URL (?job=ID), or with `default_job`."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (job_id,) = arguments.get("job", [b""])
@@ -160,7 +160,7 @@ class DashboardView:
         self._job_id = job_id
         self._last_token_counts: tuple[float, Mapping[str, int]] = (0.0, {})
         """Time and tokens sampled by instance, when these last changed."""
-        self._rates: dict[str, float] = {}
+        self._tokens_per_s: dict[str, float] = {}
         """Tokens per second by instance, between the last two changes."""
         self._headline = Div(sizing_mode="stretch_width")
         self._buffer_cells = ColumnDataSource({name: [] for name in CELL_COLUMNS})
@@ -263,34 +263,35 @@ class DashboardView:
         now, tokens = time.monotonic(), status.get("tokens_sampled", {})
         previous_s, previous_tokens = self._last_token_counts
         if tokens != previous_tokens:
-            self._rates = {
+            self._tokens_per_s = {
                 name: max(0.0, (tokens[name] - previous_tokens.get(name, tokens[name])) / max(now - previous_s, 1e-9))
                 for name in tokens
             }
             self._last_token_counts = (now, dict(tokens))
         cached_texts = {name: f" and {count} cached" for name, count in status.get("kept_tokens", {}).items() if count}
         instances, hosts = status["instances"], status.get("environments", ())
-        names = [*(lane["instance"] for lane in instances), *(host["host"] for host in hosts)]
+        names = [*(instance["instance"] for instance in instances), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
             self._instances.y_range.factors = names[::-1]
-        lags = [status["version"] - lane["version"] for lane in instances]
+        lags = [status["version"] - instance["version"] for instance in instances]
         self._instance_bars.data = {
             "y": names,
             "right": [
-                *(lane["num_running"] / max(1, lane["max_running"]) for lane in instances),
+                *(instance["num_running"] / max(1, instance["max_running"]) for instance in instances),
                 *(min(1.0, host["num_in_environment"] / host["slots"]) for host in hosts),
             ],
             "kv": [
-                *(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in instances),
+                *(instance["kv_tokens"] / max(1, instance["kv_capacity"]) for instance in instances),
                 *(math.nan for _ in hosts),
             ],
             "colour": [*(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lags), *(HOST_COLOR for _ in hosts)],
             "label": names,
             "text": [
-                f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV{cached_texts.get(lane['instance'], '')}, "
-                f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
-                for lane, n in zip(instances, lags, strict=True)
+                f"v{instance['version']} (-{n}){' pulling' if instance['pulling'] else ''}, "
+                f"{instance['num_running']} running, "
+                f"{instance['kv_tokens']} KV{cached_texts.get(instance['instance'], '')}, samples "
+                f"{self._tokens_per_s.get(instance['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
+                for instance, n in zip(instances, lags, strict=True)
             ]
             + [f"{host['num_in_environment']} in environment, {host['slots']} slots" for host in hosts],
         }
@@ -312,20 +313,20 @@ def headline(job: Job, jobs: list[Job]) -> str:
         parts.append(escape(job.status["doing"]))
     if job.status.get("num_in_environment") and job.state == "running":
         parts.append(f"{job.status['num_in_environment']} wait for their environment")
-    if job.status.get("limit") and job.state == "running":
-        parts.append(escape(job.status["limit"]))
+    if job.status.get("bottleneck") and job.state == "running":
+        parts.append(escape(job.status["bottleneck"]))
     if job.why:
         parts.append(escape(job.why))
     if Path(job.run_dir).is_dir():
         parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
     line = " &nbsp;·&nbsp; ".join(parts)
     if len(jobs) > 1:
-        links = (link(other, is_displayed=other is job) for other in reversed(jobs))
+        links = (job_link(other, is_displayed=other is job) for other in reversed(jobs))
         line += "<div style='font-size:13px; padding-top:4px'>jobs: " + " ".join(links) + "</div>"
     return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
 
 
-def link(job: Job, *, is_displayed: bool) -> str:
+def job_link(job: Job, *, is_displayed: bool) -> str:
     """HTML of a link to a job's page. is_displayed: whether it is the displayed job, whose link is filled."""
     colour = STATE_COLORS[job.state]
     style = f"background:{colour}; color:white; font-weight:bold" if is_displayed else f"color:{colour}"

@@ -14,31 +14,31 @@ from distributed.scheduler import heartbeat_interval
 
 from staleflow.pipeline.cluster.submitted_job import ENDED, Job
 
-LEASE_S = 60.0
+MIN_SILENCE_LIMIT_S = 60.0
 """Minimum seconds without a heartbeat of a job's driver after which it counts as lost. Its Dask client sends them from
 the event loop that does all of the driver's work. Dask itself waits for five minutes."""
-CLIENTS_S = 900.0
+CLIENT_COUNT_WINDOW_S = 900.0
 """Seconds for which the largest number of clients counts: a driver keeps the interval that it has until its next
 heartbeat."""
 MISSED_HEARTBEATS = 3
 """Number of intervals between heartbeats that must also have passed. The first interval of a client is
 distributed.client.heartbeat; then the scheduler sets it: 5 seconds for up to 10 clients, 30 for 400, and so on."""
-BEGIN_S = 300.0
+FIRST_REQUEST_S = 300.0
 """Minimum seconds from a job's admission to the first request of its driver after which that counts as lost. It imports
 this package and connects to the scheduler meanwhile."""
-CHECK_S = 5.0
+CHECK_INTERVAL_S = 5.0
 """Seconds between two checks."""
 
 
-def lease_s(num_clients: int) -> float:
+def silence_limit_s(num_clients: int) -> float:
     """Seconds without a heartbeat after which a driver counts as lost. num_clients: of the scheduler.
 
-    >>> lease_s(10), lease_s(1000)
+    >>> silence_limit_s(10), silence_limit_s(1000)
     (60.0, 180.0)
     """
     first_interval_s = parse_timedelta(dask.config.get("distributed.client.heartbeat"), default="ms")
     interval_s: float = max(first_interval_s, 10 * heartbeat_interval(num_clients))  # 10: as Scheduler.client_heartbeat
-    return max(LEASE_S, MISSED_HEARTBEATS * interval_s)
+    return max(MIN_SILENCE_LIMIT_S, MISSED_HEARTBEATS * interval_s)
 
 
 class DriverWatch:
@@ -53,39 +53,41 @@ class DriverWatch:
 
     async def run(self) -> None:
         """Check all drivers, until cancelled."""
-        awake_since = checked_at = time.time()
+        awake_since_s = checked_at_s = time.time()
         reported_at: dict[str, float] = {}
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             now = time.time()
-            if now - checked_at > 2 * CHECK_S:  # this process itself was stopped and received no heartbeats
-                awake_since = now
-            checked_at = now
-            for job, limit_s in self.silent_drivers(now, awake_since):
+            if now - checked_at_s > 2 * CHECK_INTERVAL_S:  # this process itself was stopped and received no heartbeats
+                awake_since_s = now
+            checked_at_s = now
+            for job, limit_s in self.jobs_with_silent_driver(now, awake_since_s):
                 if now - reported_at.get(job.id, 0.0) > limit_s:
                     reported_at[job.id] = now
                     self._on_silent(job, limit_s)
 
-    def silent_drivers(self, now: float, awake_since: float) -> list[tuple[Job, float]]:
+    def jobs_with_silent_driver(self, now: float, awake_since_s: float) -> list[tuple[Job, float]]:
         """Return the submitted jobs whose driver counts as lost, each with the seconds after which it does. Drivers
-        without a nanny are left out: nothing can end them, so two drivers could run at once. awake_since: time since
+        without a nanny are left out: nothing can end them, so two drivers could run at once. awake_since_s: time since
         which heartbeats could be received."""
-        clients, workers, lease = self._scheduler.clients, self._scheduler.workers, self._lease_s(now)
+        clients, workers, usual_limit_s = self._scheduler.clients, self._scheduler.workers, self._silence_limit_s(now)
         silent = []
         for job in self._jobs.values():
-            worker, client = workers.get(job.driver_worker), clients.get(job.client)
-            if job.state in ENDED or worker is None or not worker.nanny or (job.client and client is None):
+            worker, client = workers.get(job.driver_worker), clients.get(job.client_id)
+            if job.state in ENDED or worker is None or not worker.nanny or (job.client_id and client is None):
                 continue
             # Before it begins, a driver has no client, and the last that is known of it is its admission.
-            seen_at, limit_s = (client.last_seen, lease) if client else (job.reported_at, max(lease, BEGIN_S))
-            if now - max(seen_at, awake_since) > limit_s:
+            seen_at, limit_s = job.reported_at, max(usual_limit_s, FIRST_REQUEST_S)
+            if client:
+                seen_at, limit_s = client.last_seen, usual_limit_s
+            if now - max(seen_at, awake_since_s) > limit_s:
                 silent.append((job, limit_s))
         return silent
 
-    def _lease_s(self, now: float) -> float:
+    def _silence_limit_s(self, now: float) -> float:
         """Seconds without a heartbeat after which a driver counts as lost, by the most clients of the last minutes."""
         counts = self._client_counts
         counts.append((now, len(self._scheduler.clients)))
-        while now - counts[0][0] > CLIENTS_S:
+        while now - counts[0][0] > CLIENT_COUNT_WINDOW_S:
             counts.popleft()
-        return lease_s(max(count for _, count in counts))
+        return silence_limit_s(max(count for _, count in counts))

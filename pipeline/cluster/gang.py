@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from staleflow.pipeline.config.size_plan import gpu_bytes, uses_gpus
 from staleflow.pipeline.placement.devices import Device, Host, Process
 from staleflow.pipeline.placement.placement import Role, RoleKind
-from staleflow.pipeline.sizing.memory import gpus_of
+from staleflow.pipeline.sizing.memory import num_gpus_of
 
 if TYPE_CHECKING:
     from staleflow.pipeline.config.schema import RunConfig
@@ -29,13 +29,13 @@ ROLLOUT = "rollout"
 EXCLUSIVE_ROLES = (ROLLOUT, "trainer", "teacher")
 ROLES = ("server", "reward", *EXCLUSIVE_ROLES)
 
-Resources = Mapping[str, Mapping[str, float]]
+ResourcesByWorker = Mapping[str, Mapping[str, float]]
 """The Dask resources that each worker declares, by its address."""
 Gang = dict[str, tuple[str, ...]]
 """The roles of each chosen worker, by address."""
 RoleSet = frozenset[str]
 """The set of roles that a worker may take. Workers with the same set are interchangeable."""
-RoleSets = dict[str, RoleSet]
+RoleSetByWorker = dict[str, RoleSet]
 """The role set of each worker, by address."""
 
 
@@ -47,7 +47,7 @@ ROLE_KINDS = {
     "server": RoleKind.LIGHT,
     DRIVER: RoleKind.LIGHT,
 }
-"""The role_set of each role for the placement on GPUs (placement.py)."""
+"""The kind of each role for the placement on GPUs (placement.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,80 +62,82 @@ class WorkerGpus:
 class Needs:
     """Number of actors of each role of a job, and their GPUs.
 
-    driver: whether the job's driver runs on a worker, too. ranks: processes of the trainer, each with one GPU.
-    instance_gpus: GPUs of one rollout instance, 0 if the job uses no GPUs. gpus: the job's limit on GPUs, 0 for no
-    limit. teacher_gpus: GPUs of one teacher. rank_bytes, instance_bytes, teacher_bytes: memory that a rank, an instance
-    or a teacher needs on each of its GPUs, 0 if not known.
+    has_driver_worker: whether the job's driver runs on a worker, too. num_ranks: processes of the trainer, each with
+    one GPU.
+    gpus_per_instance: 0 if the job uses no GPUs. max_gpus: the job's limit on GPUs, 0 for no limit. rank_bytes,
+    instance_bytes, teacher_bytes: memory that a rank, an instance or a teacher needs on each of its GPUs, 0 if not
+    known.
     """
 
-    instances: int
-    rewards: int
-    driver: bool
-    ranks: int = 1
-    instance_gpus: int = 0
-    gpus: int = 0
+    num_instances: int
+    num_reward_workers: int
+    has_driver_worker: bool
+    num_ranks: int = 1
+    gpus_per_instance: int = 0
+    max_gpus: int = 0
     rank_bytes: int = 0
     instance_bytes: int = 0
-    teachers: int = 0
-    teacher_gpus: int = 0
+    num_teachers: int = 0
+    gpus_per_teacher: int = 0
     teacher_bytes: int = 0
 
     @classmethod
-    def from_config(cls, config: RunConfig, *, driver: bool) -> Needs:
-        """Return the needs of a job. driver: whether its driver runs on a worker, too."""
+    def from_config(cls, config: RunConfig, *, has_driver_worker: bool) -> Needs:
+        """Return the needs of a job. has_driver_worker: whether its driver runs on a worker, too."""
         is_on_gpus = uses_gpus(config)
         rank_bytes, instance_bytes, teacher_bytes = gpu_bytes(config) if is_on_gpus else (0, 0, 0)
         return cls(
-            instances=config.rollout.instances,
-            rewards=len(config.reward_actors),
-            driver=driver,
-            ranks=config.training.ranks,
-            instance_gpus=gpus_of(config.rollout.engine) if is_on_gpus else 0,
-            gpus=config.cluster.gpus,
+            num_instances=config.rollout.instances,
+            num_reward_workers=len(config.reward_actors),
+            has_driver_worker=has_driver_worker,
+            num_ranks=config.training.ranks,
+            gpus_per_instance=num_gpus_of(config.rollout.engine) if is_on_gpus else 0,
+            max_gpus=config.cluster.gpus,
             rank_bytes=rank_bytes,
             instance_bytes=instance_bytes,
-            teachers=len(config.teachers),
-            teacher_gpus=gpus_of(config.teacher.engine) if is_on_gpus else 0,
+            num_teachers=len(config.teachers),
+            gpus_per_teacher=num_gpus_of(config.teacher.engine) if is_on_gpus else 0,
             teacher_bytes=teacher_bytes,
         )
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all instances, ranks and teachers; 0 if the job uses no GPUs."""
-        teacher_gpus = self.teachers * self.teacher_gpus
-        return self.instances * self.instance_gpus + self.ranks + teacher_gpus if self.instance_gpus else 0
+        if not self.gpus_per_instance:
+            return 0
+        return sum(role.num_devices for role in self.heavy_roles)
 
     @property
     def heavy_roles(self) -> list[Role]:
         """The ranks, rollout instances and teachers of the job, which are placed on GPUs."""
-        counts = {"trainer": self.ranks, ROLLOUT: self.instances, "teacher": self.teachers}
+        counts = {"trainer": self.num_ranks, ROLLOUT: self.num_instances, "teacher": self.num_teachers}
         return [self.heavy_role(role, f"{role}-{n}") for role, count in counts.items() for n in range(count)]
 
     def heavy_role(self, role: str, name: str) -> Role:
         """Return the role of a rank (`trainer`), an instance (`rollout`) or a teacher for the placement on GPUs."""
         num_devices, memory_bytes = {
             "trainer": (1, self.rank_bytes),
-            ROLLOUT: (self.instance_gpus, self.instance_bytes),
-            "teacher": (self.teacher_gpus, self.teacher_bytes),
+            ROLLOUT: (self.gpus_per_instance, self.instance_bytes),
+            "teacher": (self.gpus_per_teacher, self.teacher_bytes),
         }[role]
         return Role(name=name, kind=ROLE_KINDS[role], num_devices=num_devices, memory_bytes=memory_bytes)
 
     @property
     def light_needs(self) -> Needs:
         """The needs of the light roles only, without instances, ranks and teachers."""
-        return replace(self, instances=0, ranks=0, teachers=0)
+        return replace(self, num_instances=0, num_ranks=0, num_teachers=0)
 
     def __str__(self) -> str:
-        instances = "1 rollout instance" if self.instances == 1 else f"{self.instances} rollout instances"
-        trainer = "the trainer" if self.ranks == 1 else f"{self.ranks} ranks of the trainer"
-        teachers = f"{self.teachers} teacher{'s' if self.teachers > 1 else ''}, " if self.teachers else ""
-        count = self.instances + self.ranks + self.teachers + 1
+        instances = "1 rollout instance" if self.num_instances == 1 else f"{self.num_instances} rollout instances"
+        trainer = "the trainer" if self.num_ranks == 1 else f"{self.num_ranks} ranks of the trainer"
+        teachers = f"{self.num_teachers} teacher{'s' if self.num_teachers > 1 else ''}, " if self.num_teachers else ""
+        count = self.num_instances + self.num_ranks + self.num_teachers + 1
         return f"{count} worker processes ({instances}, {trainer}, {teachers}one for the light roles)"
 
 
 def choose_workers(
     needs: Needs,
-    role_sets: RoleSets,
+    role_sets: RoleSetByWorker,
     workers: Iterable[str],
     driver_worker: str = "",
     engine_workers: Sequence[str] = (),
@@ -155,7 +157,11 @@ def choose_workers(
         if address != driver_worker:
             workers_by_set[role_sets[address]].append(address)
     counts = Counter({role_set: len(addresses) for role_set, addresses in workers_by_set.items()})
-    assignment = _assign_roles(needs, counts, role_sets[driver_worker] if driver_worker else None)
+    assignments: list[tuple[RoleSet, tuple[str, ...]]] = []
+    light_roles = ["server", DRIVER, "reward"] if needs.has_driver_worker else ["server", "reward"]
+    if driver_worker:
+        assignments, light_roles = [(role_sets[driver_worker], (DRIVER,))], ["server", "reward"]
+    assignment = _assign(light_roles, assignments, counts, needs)
     if assignment is None:
         return None
     addresses_by_set = {role_set: iter(addresses) for role_set, addresses in workers_by_set.items()}
@@ -166,7 +172,7 @@ def choose_workers(
         address for role_set in unassigned_sets if "rollout" in role_set for address in addresses_by_set[role_set]
     ]
     rollout_workers.sort(key=lambda address: address not in engine_workers)
-    gang |= dict.fromkeys(rollout_workers[: needs.instances], (ROLLOUT,))
+    gang |= dict.fromkeys(rollout_workers[: needs.num_instances], (ROLLOUT,))
     if not with_surplus:
         return gang
     spare_workers = [
@@ -175,10 +181,10 @@ def choose_workers(
         if "reward" in role_set and not role_set & set(EXCLUSIVE_ROLES)
         for address in addresses_by_set[role_set]
     ]
-    return gang | dict.fromkeys(spare_workers[: needs.rewards], ("reward",))
+    return gang | dict.fromkeys(spare_workers[: needs.num_reward_workers], ("reward",))
 
 
-def describe_shortage(needs: Needs, role_sets: RoleSets, workers: Sequence[str]) -> str:
+def describe_shortage(needs: Needs, role_sets: RoleSetByWorker, workers: Sequence[str]) -> str:
     """Describe which workers a job is waiting for, for messages; empty if all workers may have the same roles.
 
     Names the roles of which one more worker would suffice, or else how many free workers there are for each role.
@@ -193,11 +199,11 @@ def describe_shortage(needs: Needs, role_sets: RoleSets, workers: Sequence[str])
     ]
     if sufficient_roles:
         return f"one more with resource {' or '.join(f'{role}=1' for role in sufficient_roles)} would be enough"
-    roles = [role for role in ROLES if role != "teacher" or needs.teachers]
+    roles = [role for role in ROLES if role != "teacher" or needs.num_teachers]
     return "of these " + ", ".join(f"{role} {sum(role in role_sets[address] for address in workers)}" for role in roles)
 
 
-def roles_by_worker(workers: Resources) -> RoleSets:
+def roles_by_worker(workers: ResourcesByWorker) -> RoleSetByWorker:
     """The roles that each worker may have, by address."""
     declared_roles = {role for resources in workers.values() for role in resources}
     limited_roles = (set(ROLES) if declared_roles & set(ROLES) else set()) | (declared_roles & {DRIVER})
@@ -207,29 +213,31 @@ def roles_by_worker(workers: Resources) -> RoleSets:
     }
 
 
-def make_hosts(gpus: Mapping[str, WorkerGpus], role_sets: RoleSets, workers: Iterable[str]) -> list[Host]:
+def make_hosts(
+    gpus_by_worker: Mapping[str, WorkerGpus], role_sets: RoleSetByWorker, workers: Iterable[str]
+) -> list[Host]:
     """The hosts of a cluster with all GPUs that their workers report, and with the free workers as processes."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
-    for worker_gpus in gpus.values():
+    for worker_gpus in gpus_by_worker.values():
         devices[worker_gpus.host] |= {device.uuid: device for device in worker_gpus.devices}
     for address in workers:
-        if address in gpus:
-            worker_gpus = gpus[address]
+        if address in gpus_by_worker:
+            worker_gpus = gpus_by_worker[address]
             role_kinds = frozenset(ROLE_KINDS[role].value for role in role_sets[address])
             uuids = tuple(device.uuid for device in worker_gpus.devices)
-            processes[worker_gpus.host].append(Process(name=address, devices=uuids, kinds=role_kinds))
+            processes[worker_gpus.host].append(Process(name=address, device_uuids=uuids, role_kinds=role_kinds))
     return [
         Host(
             name=name,
-            devices=tuple(sorted(by_uuid.values(), key=lambda device: (len(device.visible), device.visible))),
+            devices=tuple(sorted(by_uuid.values(), key=lambda device: (len(device.visible_id), device.visible_id))),
             processes=tuple(processes[name]),
         )
         for name, by_uuid in devices.items()
     ]
 
 
-def describe_workers(workers: Resources) -> str:
+def describe_workers(workers: ResourcesByWorker) -> str:
     """Describe the number of workers of a cluster, and how many may have each restricted role, for messages.
 
     >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
@@ -241,21 +249,11 @@ def describe_workers(workers: Resources) -> str:
     return f"the cluster has {len(workers)}" + (f"; declared: {declared_counts}" if declared_counts else "")
 
 
-def _assign_roles(
-    needs: Needs, counts: Counter[RoleSet], driver_set: RoleSet | None = None
-) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
-    """The role set and roles of each worker to be used, without rollout instances; None if the workers do not
-    suffice."""
-    if driver_set is not None:
-        return _assign(["server", "reward"], [(driver_set, (DRIVER,))], counts, needs)
-    return _assign(["server", DRIVER, "reward"] if needs.driver else ["server", "reward"], [], counts, needs)
-
-
 def _assign(
     roles: Sequence[str], assignments: list[tuple[RoleSet, tuple[str, ...]]], available: Counter[RoleSet], needs: Needs
 ) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Assign the light roles, then the trainer's ranks and the teachers, such that enough workers are left for rollout
-    instances.
+    instances. Returns the role set and roles of each worker, without rollout instances.
 
     Each light role goes to a worker in `assignments` or to an available one. Tries all possibilities, which are
     few since there are few role sets. None if no assignment is possible.
@@ -292,14 +290,15 @@ def _sort_by_flexibility(role_sets: Iterable[RoleSet]) -> list[RoleSet]:
 def _ranks_and_teachers(available: Counter[RoleSet], needs: Needs) -> list[tuple[RoleSet, tuple[str, ...]]] | None:
     """Workers for the trainer's ranks and the teachers, such that enough are left for the rollout instances; None if
     there are not."""
-    left, demand = Counter(available), {"trainer": needs.ranks, "teacher": needs.teachers, ROLLOUT: needs.instances}
+    num_left = Counter(available)
+    num_needed = {"trainer": needs.num_ranks, "teacher": needs.num_teachers, ROLLOUT: needs.num_instances}
 
     def num_spare(roles: RoleSet) -> int:
         """Workers that may have one of these roles, beyond those that the roles still need."""
-        return sum(n for role_set, n in left.items() if role_set & roles) - sum(demand[role] for role in roles)
+        return sum(n for role_set, n in num_left.items() if role_set & roles) - sum(num_needed[role] for role in roles)
 
     # All roles can be assigned if and only if each set of them has as many workers as it needs (Hall's theorem).
-    role_groups = [frozenset(roles) for n in (1, 2, 3) for roles in itertools.combinations(demand, n)]
+    role_groups = [frozenset(roles) for n in (1, 2, 3) for roles in itertools.combinations(num_needed, n)]
     if min(map(num_spare, role_groups)) < 0:
         return None
     assignments: list[tuple[RoleSet, tuple[str, ...]]] = []
@@ -307,8 +306,8 @@ def _ranks_and_teachers(available: Counter[RoleSet], needs: Needs) -> list[tuple
         for role_set in _sort_by_flexibility(available):
             if role in role_set:
                 others = [num_spare(roles) for roles in role_groups if role not in roles and roles & role_set]
-                count = min(left[role_set], demand[role], *others)
-                left[role_set] -= count
-                demand[role] -= count
+                count = min(num_left[role_set], num_needed[role], *others)
+                num_left[role_set] -= count
+                num_needed[role] -= count
                 assignments += [(role_set, (role,))] * count
     return assignments

@@ -12,7 +12,7 @@ from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.gang import Needs
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.size_plan import change_that_fits
+from staleflow.pipeline.config.size_plan import describe_change_that_fits
 from staleflow.stores.errors import ConfigError
 
 POLL_S = 0.5
@@ -82,12 +82,12 @@ def refuse_second_job(other_job: dict[str, Any]) -> None:
 async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
     """Raise ConfigError if all workers of a cluster together have too few GPUs for a job, or none with enough
     memory."""
-    needs = asdict(Needs.from_config(config, driver=True))
+    needs = asdict(Needs.from_config(config, has_driver_worker=True))
     while (reply := await job_registry.ask(client, "gpu_shortage", needs=needs)) is None:
         await asyncio.sleep(POLL_S)
-    shortage, sizes = reply
+    shortage, gpu_bytes = reply
     if shortage:
-        remedy = change_that_fits(config, len(sizes), max(sizes, default=0)) or (
+        remedy = describe_change_that_fits(config, len(gpu_bytes), max(gpu_bytes, default=0)) or (
             "start more workers, or lower rollout.instances, training.ranks, rollout.engine.tensor_parallel or "
             "cluster.gpus"
         )
@@ -99,7 +99,7 @@ def recent_jobs(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, 
     return [j for j in jobs if j["state"] not in submitted_job.ENDED or now_s - j["reported_at"] < DAY_S]
 
 
-async def find(client: Any, name_or_id: str) -> dict[str, Any]:
+async def find_job(client: Any, name_or_id: str) -> dict[str, Any]:
     """Find a job of the cluster by name or id, as `find_matching` does. Raises ConfigError."""
     return find_matching(await job_registry.ask(client, "jobs"), name_or_id).job
 
@@ -116,7 +116,7 @@ async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -
     async with cluster.open_client() as client:
 
         async def poll(start: int) -> tuple[int, list[str], bool]:
-            has_ended = (await find(client, id))["state"] in submitted_job.ENDED  # before the lines: none is missed
+            has_ended = (await find_job(client, id))["state"] in submitted_job.ENDED  # before the lines: none is missed
             end, lines = await job_registry.ask(client, "lines", id=id, after=start)
             return end, lines, has_ended
 
@@ -146,21 +146,21 @@ async def wait_until_ended(cluster: ClusterAddress, id: str, timeout_s: float | 
     loop = asyncio.get_running_loop()
     end_s = math.inf if timeout_s is None else loop.time() + timeout_s
     async with cluster.open_client() as client:
-        while (job := await find(client, id))["state"] not in submitted_job.ENDED and loop.time() < end_s:
+        while (job := await find_job(client, id))["state"] not in submitted_job.ENDED and loop.time() < end_s:
             await asyncio.sleep(POLL_S)
         return job
 
 
-async def cancel(cluster: ClusterAddress, name_or_id: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
+async def cancel_job(cluster: ClusterAddress, name_or_id: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
     """Stop a job after its current step, or at once if it is waiting. Returns the job and its state before the request.
     Raises ConfigError."""
     async with cluster.open_client() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), name_or_id)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
-        return await find(client, job["id"]), str(state)
+        return await find_job(client, job["id"]), str(state)
 
 
-async def retire(cluster: ClusterAddress, name_or_id: str, worker: str) -> str:
+async def retire_worker(cluster: ClusterAddress, name_or_id: str, worker: str) -> str:
     """Request that a running job releases one of its workers. Returns the job's id. Raises ConfigError if the job is
     not running."""
     async with cluster.open_client() as client:

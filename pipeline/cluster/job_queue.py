@@ -3,9 +3,8 @@
 Invariants, besides those of worker_pool.py:
 - A waiting job has no workers; an admitted job got all that it needs at once.
 - Jobs are admitted in the order in which they were added. A job for which all workers of the cluster together are
-enough
-  is admitted before all later jobs, once the jobs before it have ended. A job for which they are not enough keeps its
-  position and does not block later ones.
+  enough is admitted before all later jobs, once the jobs before it have ended. A job for which they are not enough
+  keeps its position and does not block later ones.
 - While no other job waits, a job may get more workers than it needs, one for each reward worker. If a job waits that
   could start with these, they are listed in `surplus_to_return`. They stay with their job until it calls
   `return_worker`.
@@ -29,7 +28,7 @@ from staleflow.pipeline.cluster.gang import (
     describe_workers,
     make_hosts,
 )
-from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S, Claim, GpusByWorker, WorkerPool
+from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S, Claim, DeviceUuidsByWorker, WorkerPool
 from staleflow.pipeline.placement.placement import Shortage, place, placement_text
 
 WAITS_FOR_RESTART = "needs the workers of its earlier driver to restart"
@@ -40,12 +39,12 @@ WAITS_FOR_GPU_REPORT = "needs new workers to report their GPUs"
 
 @dataclass(slots=True)
 class QueueEntry:
-    """A job that is waiting for workers or has them. wait_s: maximum seconds to wait; 0: no limit."""
+    """A job that is waiting for workers or has them. wait_limit_s: maximum seconds to wait; 0: no limit."""
 
     id: str
     run_dir: str
     needs: Needs
-    wait_s: float
+    wait_limit_s: float
     waiting_since_s: float
     """Time at which it began to wait."""
     num_workers: int = 0
@@ -78,28 +77,32 @@ class JobQueue(WorkerPool):
 
     # -- GPUs ----------------------------------------------------------------------------------------------------
 
-    def visible_devices(self, id: str) -> dict[str, str]:
+    def cuda_visible_devices(self, id: str) -> dict[str, str]:
         """Return the value of CUDA_VISIBLE_DEVICES for each worker of a job, by address; empty if it uses no GPU."""
         return {
-            address: ",".join(d.visible for uuid in claim.devices for d in self.gpus[address].devices if d.uuid == uuid)
+            address: ",".join(
+                d.visible_id for uuid in claim.device_uuids for d in self.worker_gpus[address].devices if d.uuid == uuid
+            )
             for address, claim in self.claims.items()
             if claim.job == id and self.uses_gpus(self.entries[id].needs)
         }
 
     def placement_text(self, id: str) -> str:
         """Return the job's roles on hosts and GPUs as several lines of text; empty if it uses no GPU."""
-        if not self.visible_devices(id):
+        if not self.cuda_visible_devices(id):
             return ""
-        hosts = make_hosts(self.gpus, self._role_sets_of_all(), ())
-        other_gpus = [uuid for uuid, job in self._used_gpus().items() if job != id]
+        hosts = make_hosts(self.worker_gpus, self._role_sets_of_all(), ())
+        other_gpus = [uuid for uuid, job in self._gpu_owners().items() if job != id]
         return placement_text(hosts, self._assignments_of(id), other_gpus)
 
-    def claim_gpus(self, id: str, role: str, avoid: Sequence[str] = (), *, dry_run: bool = False) -> str:
+    def claim_gpu_worker(
+        self, id: str, role: str, avoided_workers: Sequence[str] = (), *, dry_run: bool = False
+    ) -> str:
         """Assign a worker with GPUs to a role of a running job, in place of a lost worker or in addition. Returns the
         worker's address; empty if none is suitable.
 
         Args:
-            avoid: Workers that may not be chosen.
+            avoided_workers: Workers that may not be chosen.
             dry_run: Only find the worker, without claiming it.
         """
         entry = self.entries.get(id)
@@ -108,31 +111,33 @@ class JobQueue(WorkerPool):
         avoided_assignments = [
             (claim.roles[0], self._assignment_of(address, claim))
             for address, claim in self.claims.items()
-            if address in avoid and claim.job == id
+            if address in avoided_workers and claim.job == id
         ]
         lost_assignments = [assignment for assignment in self._lost_assignments.get(id, ()) if assignment[0] == role]
         previous = self._assignments_of(id)
         if replaced_assignments := [*lost_assignments, *(pair for pair in avoided_assignments if pair[0] == role)]:
             previous[role] = replaced_assignments[0][1]
         hosts = make_hosts(
-            self.gpus, self._role_sets_of_all(), [address for address in self.free_workers if address not in avoid]
+            self.worker_gpus,
+            self._role_sets_of_all(),
+            [address for address in self.free_workers if address not in avoided_workers],
         )
-        placement = place(hosts, [entry.needs.heavy_role(role, role)], used_gpus=self._used_gpus(), previous=previous)
+        placement = place(hosts, [entry.needs.heavy_role(role, role)], gpu_owners=self._gpu_owners(), previous=previous)
         if isinstance(placement, Shortage):
             return ""
         assignment = placement.assignments[role]
         if not dry_run:
             if lost_assignments:
                 self._lost_assignments[id].remove(lost_assignments[0])
-            self.claims[assignment.process] = Claim(id, entry.run_dir, (role,), assignment.devices)
+            self.claims[assignment.process] = Claim(id, entry.run_dir, (role,), assignment.device_uuids)
         return assignment.process
 
     # -- jobs ----------------------------------------------------------------------------------------------------
 
-    def add_job(self, id: str, run_dir: str, needs: Needs, wait_s: float, now: float) -> None:
+    def add_job(self, id: str, run_dir: str, needs: Needs, wait_limit_s: float, now: float) -> None:
         """Add a job at the end of the queue. A job that is in the queue keeps its position."""
         if id not in self.entries:
-            self.entries[id] = QueueEntry(id, run_dir, needs, wait_s, now)
+            self.entries[id] = QueueEntry(id, run_dir, needs, wait_limit_s, now)
 
     def is_waiting(self, id: str) -> bool:
         """Whether a job is in the queue and has no workers."""
@@ -148,7 +153,7 @@ class JobQueue(WorkerPool):
         """Restart the workers of a job that used GPUs, because a process does not free all GPU memory and cannot change
         its visible GPUs. addresses: workers that can be restarted."""
         for address in addresses:
-            if (claim := self.claims.get(address)) is not None and claim.job == id and claim.devices:
+            if (claim := self.claims.get(address)) is not None and claim.job == id and claim.device_uuids:
                 self._restart_claimed(address)
 
     def requeue(self, id: str, now: float) -> None:
@@ -170,7 +175,7 @@ class JobQueue(WorkerPool):
         self.requeue(id, now)
         return former_workers
 
-    def admit_ready(self, now: float) -> tuple[dict[str, Gang], list[str]]:
+    def admit_jobs(self, now: float) -> tuple[dict[str, Gang], list[str]]:
         """Admit all jobs that can start, in order. Returns the workers of each admitted job, and the jobs that have
         waited longer than their limit, which the caller must end."""
         self._expire(now)
@@ -188,7 +193,7 @@ class JobQueue(WorkerPool):
                 num_ahead += 1
                 entry.reason = WAITS_FOR_RESTART
                 continue
-            if entry.needs.instance_gpus and self.awaits_gpu_reports(now):
+            if entry.needs.gpus_per_instance and self.awaits_gpu_reports(now):
                 num_ahead += 1
                 entry.reason = WAITS_FOR_GPU_REPORT
                 continue
@@ -196,7 +201,7 @@ class JobQueue(WorkerPool):
             can_start = not num_ahead and not is_incomplete
             with_surplus = self._is_only_waiting(entry.id)
             selection = (
-                self._select(
+                self._choose_workers_and_gpus(
                     entry.needs, workers, engine_workers=reserved_workers, id=entry.id, with_surplus=with_surplus
                 )
                 if can_start
@@ -230,7 +235,7 @@ class JobQueue(WorkerPool):
                 if shortage := self.gpu_shortage(entry.needs):
                     description += f"; {shortage}"
                 entry.reason = f"needs {entry.needs}; {description}; starts once there are enough"
-            if not entry.num_workers and entry.wait_s and now - entry.waiting_since_s > entry.wait_s:
+            if not entry.num_workers and entry.wait_limit_s and now - entry.waiting_since_s > entry.wait_limit_s:
                 expired_ids.append(entry.id)
         return admitted_gangs, expired_ids
 
@@ -254,7 +259,7 @@ class JobQueue(WorkerPool):
         without_engine = [address for address in workers if address not in self._engine_workers]
         with_surplus = self._is_only_waiting(id)
         free_workers = [*without_engine, *self.free_workers]
-        selection = self._select(
+        selection = self._choose_workers_and_gpus(
             entry.needs, free_workers, driver_worker, engine_workers, id=id, with_surplus=with_surplus
         )
         if selection is not None and (
@@ -307,7 +312,7 @@ class JobQueue(WorkerPool):
     def _request_surplus(self, needs: Needs, workers: list[str]) -> None:
         """Set `surplus_to_return` if a job could start with the workers that running jobs do not need."""
         surplus_workers = {address: id for id in self.entries for address in self._surplus_workers(id)}
-        selection = self._select(needs, [*workers, *surplus_workers], with_surplus=False)
+        selection = self._choose_workers_and_gpus(needs, [*workers, *surplus_workers], with_surplus=False)
         for address in selection[0] if selection is not None else ():
             if address in surplus_workers:
                 self.surplus_to_return.setdefault(surplus_workers[address], []).append(address)
@@ -316,7 +321,7 @@ class JobQueue(WorkerPool):
         """Whether no job but this one waits."""
         return not any(self.is_waiting(other) for other in self.entries if other != id)
 
-    def _grant(self, entry: QueueEntry, gang: Gang, devices: GpusByWorker) -> None:
+    def _grant(self, entry: QueueEntry, gang: Gang, devices: DeviceUuidsByWorker) -> None:
         entry.num_workers, entry.incomplete_since_s, entry.reason = len(gang), None, ""
         for address in self._reserved_workers(entry.id):
             if address in gang:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TASK_KEY_PREFIX = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
-OPERATION = "staleflow"
+RPC_NAME = "staleflow"
 """Name of the scheduler's remote procedure that calls the registry."""
 MAX_JOBS = 200
 """Number of jobs above which the oldest ended ones are dropped."""
@@ -67,7 +67,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def start(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        scheduler.handlers[OPERATION] = self.answer_request
+        scheduler.handlers[RPC_NAME] = self.answer_request
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         watch = DriverWatch(scheduler, self.jobs, self._restart_silent_driver)
@@ -86,14 +86,15 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Call the method for a client's request. Raises ValueError for an unknown verb, which only a client of another
         version sends."""
         verbs: dict[str, Callable[..., Any]] = {
-            "submit": self.submit, "check_arrival": self.check_arrival, "queue": self.queue, "begin": self.begin,
-            "check_admission": self.check_admission, "end": self.end,
+            "submit": self.submit, "check_arrival": self.check_arrival, "enqueue": self.enqueue, "begin": self.begin,
+            "check_admission": self.check_admission, "release_workers": self.release_workers,
             "report": self.report, "stop": self.request_stop, "jobs": self.all_jobs, "lines": self.lines,
             "report_gpus": self.report_gpus, "gpu_shortage": self.gpu_shortage,
             "retire": self.request_retirement, "return_worker": self.return_worker,
-            "claim": self.job_queue.claim_worker, "claim_gpus": self.job_queue.claim_gpus,
+            "claim": self.job_queue.claim_worker, "claim_gpu_worker": self.job_queue.claim_gpu_worker,
             "workers_of": self.job_queue.workers_of, "unavailable": self.job_queue.unavailable_workers,
-            "visible_devices": self.job_queue.visible_devices, "placement_text": self.job_queue.placement_text,
+            "cuda_visible_devices": self.job_queue.cuda_visible_devices,
+            "placement_text": self.job_queue.placement_text,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"staleflow on the scheduler has no call {verb!r}; install the same version everywhere")
@@ -144,7 +145,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self.job_queue.remove_worker(worker, time.monotonic())
         for job in self.jobs.values():
             if (
-                job.driver_worker == worker and not job.client and job.state not in ENDED
+                job.driver_worker == worker and not job.client_id and job.state not in ENDED
             ):  # its driver had not begun, so its workers run nothing
                 self._requeue(job)
         self._admit_jobs()
@@ -152,8 +153,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Handle the disconnection of a driver. Unless its job has ended, the workers that it had not released are
         restarted."""
-        for job in [job for job in self.jobs.values() if job.client == client and client]:
-            job.client = ""
+        for job in [job for job in self.jobs.values() if job.client_id == client and client]:
+            job.client_id = ""
             if job.id not in self.job_queue.entries:
                 self._queue_if_arrived(job)
                 if job.state not in ENDED and job.id not in self.job_queue.entries:
@@ -191,14 +192,14 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def _reserve_engine_workers(self, addresses: Sequence[str]) -> None:
         """Reserve the workers that reply and have an engine; restart the others."""
         engine_flags = await asyncio.gather(
-            *(worker_restarts.has_engine(self._scheduler, address) for address in addresses)
+            *(worker_restarts.has_orphan_engine(self._scheduler, address) for address in addresses)
         )
+        without_engine = []
         for address, has_engine in zip(addresses, engine_flags, strict=True):
             if has_engine:
                 self.job_queue.reserve_or_restart(address, time.monotonic())
-        without_engine = [
-            address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine
-        ]
+            else:
+                without_engine.append(address)
         self._admit_jobs()
         await worker_restarts.restart_workers(self._scheduler, without_engine)
 
@@ -210,18 +211,18 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         name: str,
         run_dir: str,
         steps: int,
-        by: str = "",
+        submitter: str = "",
         needs: Mapping[str, Any] | None = None,
-        wait_s: float = 0.0,
+        wait_limit_s: float = 0.0,
     ) -> PlainDict:
         """Add a job. Idempotent; replaces an ended job with the same id.
 
         Args:
-            by: Dask's id of the submitting client. If it disconnects before the job has a task or is in the queue, the
-                job ends.
+            submitter: Dask's id of the submitting client. If it disconnects before the job has a task or is in the
+                queue, the job ends.
             needs: Arguments of `Needs`, for a job that a task will drive; it waits for workers once that task has
                 arrived.
-            wait_s: Maximum seconds to wait; 0: no limit.
+            wait_limit_s: Maximum seconds to wait; 0: no limit.
 
         Returns:
             Another job that has this run folder and has not ended, if there is one; then nothing is added.
@@ -232,8 +233,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if id not in self.jobs or self.jobs[id].state in ENDED:
             self.jobs.pop(id, None)
             self.jobs[id] = Job(
-                id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client=by,
-                needs=Needs(**needs) if needs is not None else None, wait_s=wait_s,
+                id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client_id=submitter,
+                needs=Needs(**needs) if needs is not None else None, wait_limit_s=wait_limit_s,
             )  # fmt: skip
             ended_ids = [other.id for other in self.jobs.values() if other.state in ENDED]
             for old_id in ended_ids[: max(0, len(self.jobs) - MAX_JOBS)]:
@@ -252,29 +253,29 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
             return
         self._scheduler.client_desires_keys(keys=[TASK_KEY_PREFIX + job.id], client=FIRE_AND_FORGET)
-        job.client = ""
-        self.job_queue.add_job(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
+        job.client_id = ""
+        self.job_queue.add_job(job.id, job.run_dir, job.needs, job.wait_limit_s, time.monotonic())
         self._admit_jobs()
 
-    def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
+    def enqueue(self, id: str, needs: Mapping[str, Any], wait_limit_s: float, driver_client: str) -> None:
         """Add a run whose driver is no task of this cluster to the end of the queue. Idempotent.
 
         Args:
             needs: Arguments of `Needs`.
-            wait_s: Maximum seconds to wait; 0: no limit.
-            driver: Dask's id of the client that drives the run.
+            wait_limit_s: Maximum seconds to wait; 0: no limit.
+            driver_client: Dask's id of the client that drives the run.
         """
         job = self.jobs[id]
-        job.client = driver
-        self.job_queue.add_job(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
+        job.client_id = driver_client
+        self.job_queue.add_job(id, job.run_dir, Needs(**needs), wait_limit_s, time.monotonic())
         self._admit_jobs()
 
-    def begin(self, id: str, address: str, driver: str) -> bool:
+    def begin(self, id: str, address: str, driver_client: str) -> bool:
         """Whether a job's driver may run on this worker. If not, rescheduling it moves it to the right one or makes it
-        wait. driver: Dask's id of its client."""
+        wait. driver_client: Dask's id of its client."""
         job = self.jobs[id]
         if job.driver_worker == address:
-            job.client = driver
+            job.client_id = driver_client
             return True
         self._restrict_driver(job)
         return False
@@ -293,7 +294,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].reason, time.time()
         return job.to_plain() | {"admitted": is_complete, "driver_worker": job.driver_worker}
 
-    def end(self, id: str) -> None:
+    def release_workers(self, id: str) -> None:
         """Release the workers of an ended job, which must have no actors left on them. Ignores unknown jobs: the
         scheduler may have been restarted since."""
         if id in self.job_queue.entries:
@@ -306,7 +307,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _admit_jobs(self) -> None:
         """Admit the jobs that can start, and log why the others wait."""
-        admitted_gangs, expired_ids = self.job_queue.admit_ready(time.monotonic())
+        admitted_gangs, expired_ids = self.job_queue.admit_jobs(time.monotonic())
         for id, gang in admitted_gangs.items():
             job = self.jobs[id]
             job.driver_worker, job.why, job.reported_at = find_driver_worker(gang), "its driver starts", time.time()
@@ -320,7 +321,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 job.log(f"waits: {entry.reason}")
             job.state, job.why, job.reported_at = "waiting", entry.reason, time.time()
             if entry.id in expired_ids:
-                self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.reason}")
+                self._end(
+                    job, "failed", f"waited {entry.wait_limit_s:g} s for workers (deadlines.wait_s): {entry.reason}"
+                )
         if addresses := self.job_queue.take_pending_restarts():
             self._spawn(worker_restarts.restart_workers(self._scheduler, addresses))
         waiting_ids = [entry.id for entry in self.job_queue.entries.values() if not entry.num_workers]
@@ -343,7 +346,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _requeue(self, job: Job) -> None:
         """Make a job wait again without workers. If its driver is a task, it starts when the job is admitted."""
-        job.driver_worker, job.state, job.client = "", "waiting", ""
+        job.driver_worker, job.state, job.client_id = "", "waiting", ""
         if self.job_queue.entries[job.id].num_workers:
             self.job_queue.requeue(job.id, time.monotonic())
         self._restrict_driver(job)
@@ -386,7 +389,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         task = self._scheduler.tasks.get(key)
         job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
         job.reported_at = time.time()
-        if not job.client:
+        if not job.client_id:
             self.job_queue.remove_job(job.id)
             loop.call_soon(self._admit_jobs)
 
@@ -435,7 +438,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         state, job.stop = job.state, job.stop or why
         # A job that is not queued is a run on its own local cluster.
         is_queued = self.job_queue.is_waiting(id) or self._task(job) is not None or job.needs is not None
-        has_driver = job.client and (job.needs is None or id in self.job_queue.entries)
+        has_driver = job.client_id and (job.needs is None or id in self.job_queue.entries)
         if is_queued and not has_driver and not job.driver_worker and state not in ENDED:
             self._end(job, "stopped", why)
             self._admit_jobs()
@@ -469,13 +472,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 async def report_gpus(dask_worker: Any) -> None:
     """Report the GPUs of the worker that runs this function to the registry."""
     devices = [asdict(device) for device in read_devices()]
-    await getattr(dask_worker.scheduler, OPERATION)(verb="report_gpus", address=dask_worker.address, devices=devices)
+    await getattr(dask_worker.scheduler, RPC_NAME)(verb="report_gpus", address=dask_worker.address, devices=devices)
 
 
 async def ask(client: Any, verb: str, **arguments: Any) -> Any:
     """Call the registry on the scheduler that a Dask client is connected to. Raises OSError if there is none, as on one
     that was just started again."""
-    answer = await getattr(client.scheduler, OPERATION)(verb=verb, **arguments)
+    answer = await getattr(client.scheduler, RPC_NAME)(verb=verb, **arguments)
     if answer is None:
         raise OSError("the scheduler has no job registry; it was started again")
     return answer[0]

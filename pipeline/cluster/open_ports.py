@@ -9,7 +9,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from staleflow.pipeline.cluster.port_probe import PORT, probe_port
+from staleflow.pipeline.cluster.port_probe import SCHEDULER_PORT, probe_port
 
 
 def open_dask_ports() -> list[str]:
@@ -29,7 +29,7 @@ def _list_candidates() -> list[tuple[str, int]]:
     for connection in psutil.net_connections("tcp"):
         if connection.status != psutil.CONN_LISTEN or ip_address(connection.laddr.ip).is_loopback:
             continue
-        if connection.laddr.port == PORT or (connection.pid and _is_dask(connection.pid)):
+        if connection.laddr.port == SCHEDULER_PORT or (connection.pid and _is_dask(connection.pid)):
             candidates.add((connection.laddr.ip, connection.laddr.port))
     return sorted(candidates)
 

@@ -20,7 +20,7 @@ class JobRegistryPlugin(JobRegistry):
         dashboard.add_to(scheduler, self)
 
 
-async def ensure(client: Any) -> None:
+async def ensure_job_registry(client: Any) -> None:
     """Register the job registry on the scheduler of an asynchronous client, unless it is registered. Raises ConfigError
     if the scheduler cannot import this package."""
     try:

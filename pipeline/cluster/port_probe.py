@@ -17,7 +17,7 @@ from typing import Any
 from distributed.protocol.core import dumps
 from distributed.protocol.utils import pack_frames_prelude
 
-PORT = 8786
+SCHEDULER_PORT = 8786
 """Default port of a Dask scheduler."""
 RESOLVE_S = 5.0
 """Timeout for resolving a host name, in seconds."""
@@ -27,7 +27,7 @@ REPLY_S = 1.0
 """Timeout of a connection, and of another server's reply, in seconds."""
 
 
-async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
+async def resolution_error(host: str, within_s: float = RESOLVE_S) -> str:
     """Return why a host name cannot be resolved; empty if it can. Runs in a thread that is not joined, because an
     unreachable name server takes minutes."""
     loop = asyncio.get_running_loop()
@@ -56,11 +56,11 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortState:
-    """Result of probing a port. error: why the server is not a usable scheduler; empty if it may be one. why: why
-    it does not reply in time. is_dask: whether it sent Dask's greeting."""
+    """Result of probing a port. error: why the server is not a usable scheduler; empty if it may be one.
+    no_reply_reason: why it does not reply in time. is_dask: whether it sent Dask's greeting."""
 
     error: str = ""
-    why: str = "the server there does not reply; it may be busy, or not a scheduler"
+    no_reply_reason: str = "the server there does not reply; it may be busy, or not a scheduler"
     is_dask: bool = False
 
 
@@ -71,17 +71,19 @@ async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
     try:
         greeting, reply = await _read_greeting(host, port)
     except (OSError, TimeoutError) as error:
-        return PortState(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
+        return PortState(
+            no_reply_reason=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}"
+        )
     if b"pickle-protocol" in greeting + (reply or b""):
         if tls:
             return PortState(error=f"it does not use TLS; use tcp://{address}")
-        return PortState(is_dask=True, why="it is too busy to reply")
+        return PortState(is_dask=True, no_reply_reason="it is too busy to reply")
     if greeting:
         return PortState(error=f"another server answers there: {greeting[:40]!r}")
     if reply is None:
         return PortState()
     if reply.startswith(b"HTTP/") or b"<html" in reply[:200].lower():
-        hint = "" if port == PORT else f"; the scheduler's port is usually {PORT}"
+        hint = "" if port == SCHEDULER_PORT else f"; the scheduler's port is usually {SCHEDULER_PORT}"
         return PortState(error=f"an HTTP server answers there, such as Dask's dashboard{hint}")
     if not tls and await _uses_tls(host, port):
         return PortState(error=f"it requires TLS; use tls://{address} with --tls-ca-file, --tls-cert and --tls-key")

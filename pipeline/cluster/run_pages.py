@@ -20,9 +20,9 @@ from tornado import web
 
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 
-START_S = 60.0
+START_LIMIT_S = 60.0
 """Seconds a page may take to start."""
-COMMAND = (sys.executable, "-P", "-m", "staleflow.cli.main", "view")
+VIEW_COMMAND = (sys.executable, "-P", "-m", "staleflow.cli.main", "view")
 """Command of a run page. -P: a module in the current folder must not replace a library."""
 
 
@@ -33,19 +33,19 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
         self._pages: dict[Path, tuple[asyncio.subprocess.Process, int]] = {}
         self._lock = asyncio.Lock()
 
-    async def port(self, run_dir: Path) -> int:
+    async def open_page(self, run_dir: Path) -> int:
         """Return the port of a run's page, which is started if it is not running. Raises OSError if it does not
         start."""
         async with self._lock:
             process, port = self._pages.get(run_dir, (None, 0))
             if process is None or process.returncode is not None:
                 process = await asyncio.create_subprocess_exec(
-                    *COMMAND, str(run_dir), "--port", "0", "--no-browser", "--until-eof",
+                    *VIEW_COMMAND, str(run_dir), "--port", "0", "--no-browser", "--until-eof",
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
                 assert process.stdout is not None
                 try:
-                    async with asyncio.timeout(START_S):
+                    async with asyncio.timeout(START_LIMIT_S):
                         line = await process.stdout.readline()
                     port = int(line.decode().partition("http://")[2].partition("/")[0].rpartition(":")[2])
                 except (TimeoutError, ValueError) as error:
@@ -63,7 +63,7 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
             await process.wait()
 
 
-class RunPage(web.RequestHandler):
+class RunPageHandler(web.RequestHandler):
     """Request handler that redirects to the page of a job's run, or explains how to open it."""
 
     def initialize(self, registry: JobRegistry, pages: RunPages) -> None:
@@ -82,7 +82,7 @@ class RunPage(web.RequestHandler):
             self._write_message(403, f"The run's page is only available on the scheduler's machine. There: {command}")
         else:
             try:
-                port = await self._pages.port(run_dir)
+                port = await self._pages.open_page(run_dir)
             except OSError as error:
                 self._write_message(500, str(error))
                 return
@@ -111,5 +111,5 @@ def add_to(scheduler: Any, registry: JobRegistry) -> None:
     """Add the route of the pages to a scheduler's dashboard."""
     pages = RunPages()
     scheduler.add_plugin(pages, name="staleflow-run-pages")
-    handler = (r"/staleflow/run/(.+)", RunPage, {"registry": registry, "pages": pages})
+    handler = (r"/staleflow/run/(.+)", RunPageHandler, {"registry": registry, "pages": pages})
     scheduler.http_application.add_handlers(r".*", [handler])

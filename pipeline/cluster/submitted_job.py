@@ -34,17 +34,19 @@ class Job:
     retirements: list[str] = field(default_factory=list)
     """Addresses of workers that the job should retire, until its driver has received them."""
     status: PlainDict = field(default_factory=dict)
+    """What the run does at its latest report; empty before the first."""
     history: dict[int, PlainDict] = field(default_factory=dict)
     """Metrics of each training step."""
     reported_at: float = 0.0
-    client: str = ""
+    client_id: str = ""
     """Dask's id of the client of the job's driver, or of the submitting process before that; empty if there is none."""
     needs: Needs | None = None
     """The workers that a submitted job needs. It enters the queue once its task has arrived."""
-    wait_s: float = 0.0
+    wait_limit_s: float = 0.0
     driver_worker: str = ""
     """Address of the worker that the driver of a submitted job is to run on; empty while it waits."""
     num_lines: int = 0
+    """Number of all log lines, including those that are not kept any more."""
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
 
     def log(self, line: str) -> None:

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from staleflow.pipeline.cluster.certificates import create_certificates, has_certificates, scheduler_address
+from staleflow.pipeline.cluster.certificates import create_certificates, has_certificates, read_scheduler_address
 from staleflow.stores.errors import ActorLost, ConfigError
 
-START_S = 120.0
+START_LIMIT_S = 120.0
 """Seconds within which the scheduler must answer and all workers must have joined."""
 POLL_S = 0.2
-STOP_S = 10.0
+STOP_LIMIT_S = 10.0
 """Seconds that a process may take to end before it is killed."""
-DASHBOARD = ("--dashboard-address", "127.0.0.1:8787")
+DASHBOARD_OPTION = ("--dashboard-address", "127.0.0.1:8787")
 """Option of the scheduler. Dask serves its pages over HTTP without TLS, by default on all networks."""
 WORKER_OPTIONS = (
     "--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0",
@@ -51,28 +51,28 @@ class TlsCluster:
     def wait(self) -> None:
         """Wait until the scheduler or a worker's nanny ends, then raise ActorLost."""
         while True:
-            self._check()
+            self._require_running()
             time.sleep(POLL_S)
 
-    def wait_for_workers(self, environment: Mapping[str, str], num_workers: int) -> None:
+    def wait_for_workers(self, environment_variables: Mapping[str, str], num_workers: int) -> None:
         """Wait until the scheduler answers and has all workers. Raises ActorLost."""
-        script = WAIT_SCRIPT.format(number=num_workers, timeout=START_S)
+        script = WAIT_SCRIPT.format(number=num_workers, timeout=START_LIMIT_S)
         with subprocess.Popen(
             [sys.executable, "-P", "-c", script],
-            env=dict(environment),
+            env=dict(environment_variables),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as waiter:
             try:
                 while waiter.poll() is None:
-                    self._check()
+                    self._require_running()
                     time.sleep(POLL_S)
             finally:
                 waiter.kill()
         if waiter.returncode:
-            raise ActorLost(f"the workers did not join within {START_S:g} s; logs are in {self.folder}")
+            raise ActorLost(f"the workers did not join within {START_LIMIT_S:g} s; logs are in {self.folder}")
 
-    def _check(self) -> None:
+    def _require_running(self) -> None:
         for name, process in self.processes.items():
             if process.poll() is not None:
                 lines = log_file(self.folder, name).read_text("utf-8", "replace").strip().splitlines()
@@ -104,45 +104,46 @@ def tls_cluster(
     address = f"tls://{f'[{host}]' if ':' in host else host}:{port}"
     if not has_certificates(folder):
         create_certificates(folder, [host], address)
-    elif (known_address := scheduler_address(folder)) != address:
+    elif (known_address := read_scheduler_address(folder)) != address:
         raise ConfigError(f"{folder}: its certificates are for {known_address}, not {address}; name another folder")
-    environment = {**os.environ, "DASK_CONFIG": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
+    environment_variables = {**os.environ, "DASK_CONFIG": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
     commands = [
-        ("scheduler", ["scheduler", "--host", address.rpartition(":")[0], "--port", str(port), *DASHBOARD]),
+        ("scheduler", ["scheduler", "--host", address.rpartition(":")[0], "--port", str(port), *DASHBOARD_OPTION]),
         *((f"worker {i}", ["worker", address, "--host", host, *WORKER_OPTIONS]) for i in range(num_workers)),
     ]
     announce(f"starting a scheduler at {address} and {num_workers} workers")
     with contextlib.ExitStack() as stack:
         processes = {
-            name: stack.enter_context(_process(arguments, environment, folder, name)) for name, arguments in commands
+            name: stack.enter_context(_running_process(arguments, environment_variables, folder, name))
+            for name, arguments in commands
         }
         cluster = TlsCluster(address=address, folder=folder, processes=processes)
-        cluster.wait_for_workers(environment, num_workers)
+        cluster.wait_for_workers(environment_variables, num_workers)
         yield cluster
 
 
 @contextlib.contextmanager
-def _process(
-    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, name: str
+def _running_process(
+    arguments: Sequence[str], environment_variables: Mapping[str, str], folder: Path, name: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Context manager: runs a `dask` command in a new session, with its output in a log of the folder."""
     with log_file(folder, name).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dask", *arguments], env=dict(environment), stdout=log, stderr=log,
+            [sys.executable, "-P", "-m", "dask", *arguments], env=dict(environment_variables), stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:
         yield process
     finally:
-        _end(process)
+        _end_process(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     """Stop a process and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
+        process.wait(STOP_LIMIT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

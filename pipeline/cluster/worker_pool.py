@@ -20,33 +20,33 @@ from dataclasses import dataclass
 from staleflow.pipeline.cluster.gang import (
     Gang,
     Needs,
-    RoleSets,
+    RoleSetByWorker,
     WorkerGpus,
     choose_workers,
     describe_shortage,
     make_hosts,
     roles_by_worker,
 )
-from staleflow.pipeline.placement.devices import Device, describe
+from staleflow.pipeline.placement.devices import Device, describe_devices
 from staleflow.pipeline.placement.placement import Assignment, Placement, Shortage, place
 
 RESTART_LIMIT_S = 30.0
 """Seconds that a worker may take to restart. Until then a worker that has left counts as one of the cluster's."""
 REPORT_LIMIT_S = 30.0
 """Seconds that a new worker may take to report its GPUs. After that it counts as a worker without GPUs."""
-GpusByWorker = Mapping[str, tuple[str, ...]]
+DeviceUuidsByWorker = Mapping[str, tuple[str, ...]]
 """UUIDs of the GPUs that a job may use on each of its workers, by address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The job to which a worker belongs, and the roles of the worker. run_dir: the job's run folder. devices: UUIDs of
+    """The job to which a worker belongs, and the roles of the worker. run_dir: the job's run folder. device_uuids:
     the GPUs that the job may use on this worker."""
 
     job: str
     run_dir: str
     roles: tuple[str, ...]
-    devices: tuple[str, ...] = ()
+    device_uuids: tuple[str, ...] = ()
 
 
 class WorkerPool:
@@ -54,6 +54,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self.workers: dict[str, Mapping[str, float]] = {}
+        """The Dask resources that each worker declares."""
         self.claims: dict[str, Claim] = {}
         self.restart_claims: dict[str, Claim] = {}
         """Workers that may still run actors of a job whose driver was lost, with their earlier claims."""
@@ -65,8 +66,8 @@ class WorkerPool:
         """Workers that `take_pending_restarts` has not returned yet."""
         self._disconnected: dict[str, tuple[Mapping[str, float], float]] = {}
         """Workers that have left and may restart: their resources, and the time when they left."""
-        self._role_sets: RoleSets | None = None
-        self.gpus: dict[str, WorkerGpus] = {}
+        self._role_sets: RoleSetByWorker | None = None
+        self.worker_gpus: dict[str, WorkerGpus] = {}
         """The GPUs that workers report, including workers that have just left."""
         self._unreported_since: dict[str, float] = {}
         """Workers that have not reported their GPUs yet, with the time when they joined."""
@@ -90,7 +91,7 @@ class WorkerPool:
         """Store the GPUs that a worker has reported."""
         self._unreported_since.pop(address, None)
         if address in self.workers and gpus.devices:
-            self.gpus[address] = gpus
+            self.worker_gpus[address] = gpus
 
     def awaits_gpu_reports(self, now: float) -> bool:
         """Whether some workers may still report GPUs."""
@@ -102,7 +103,7 @@ class WorkerPool:
         if resources is not None:
             self._disconnected[address] = resources, now
         claim = self.claims.pop(address, None)
-        if claim is not None and claim.devices:
+        if claim is not None and claim.device_uuids:
             self._lost_assignments.setdefault(claim.job, []).append(
                 (claim.roles[0], self._assignment_of(address, claim))
             )
@@ -114,7 +115,7 @@ class WorkerPool:
 
     def _remove_disconnected(self, address: str) -> None:
         del self._disconnected[address]
-        self.gpus.pop(address, None)
+        self.worker_gpus.pop(address, None)
 
     @property
     def free_workers(self) -> list[str]:
@@ -130,10 +131,10 @@ class WorkerPool:
         addresses, self._pending_restarts = self._pending_restarts, []
         return [address for address in addresses if address in self.restart_claims]
 
-    def unavailable_workers(self, owner: str) -> list[str]:
-        """Return the workers that a job cannot use. owner: id of the job; empty for a process that belongs to no
+    def unavailable_workers(self, id: str) -> list[str]:
+        """Return the workers that a job cannot use. id: the job; empty for a process that belongs to no
         job."""
-        other_workers = [a for a, claim in self.claims.items() if claim.job != owner]
+        other_workers = [a for a, claim in self.claims.items() if claim.job != id]
         return [*other_workers, *self.restart_claims, *self._reservations]
 
     def workers_of(self, id: str) -> Gang:
@@ -161,7 +162,7 @@ class WorkerPool:
         self.restart_claims[address], _ = self._reservations.pop(address)
         self._pending_restarts.append(address)
 
-    def _role_sets_of_all(self) -> RoleSets:
+    def _role_sets_of_all(self) -> RoleSetByWorker:
         """Return the role sets of all workers, including workers that have just left and may restart."""
         if self._role_sets is None:
             self._role_sets = roles_by_worker(
@@ -174,26 +175,24 @@ class WorkerPool:
     def uses_gpus(self, needs: Needs) -> bool:
         """Whether a job uses GPUs on this cluster: it supports GPUs, and the cluster has some or the job sets
         cluster.gpus."""
-        return needs.instance_gpus > 0 and (bool(self.gpus) or needs.gpus > 0)
+        return needs.gpus_per_instance > 0 and (bool(self.worker_gpus) or needs.max_gpus > 0)
 
     def devices(self) -> list[Device]:
         """Return all GPUs of the cluster."""
-        return list(
-            {device.uuid: device for worker_gpus in self.gpus.values() for device in worker_gpus.devices}.values()
-        )
+        return list({device.uuid: device for gpus in self.worker_gpus.values() for device in gpus.devices}.values())
 
     def gpu_shortage(self, needs: Needs) -> str:
         """Return why all workers together have too few GPUs for a job, on one line; empty if they have enough, or if
         there are no workers yet."""
         if not self.workers or not self.uses_gpus(needs):
             return ""
-        if 0 < needs.gpus < needs.num_gpus:
-            return f"needs {needs.num_gpus} GPUs, cluster.gpus = {needs.gpus}"
+        if 0 < needs.max_gpus < needs.num_gpus:
+            return f"needs {needs.num_gpus} GPUs, cluster.gpus = {needs.max_gpus}"
         devices = self.devices()
-        if needs.gpus > len(devices):
-            return f"may have cluster.gpus = {needs.gpus}; the cluster's workers have {describe(devices)}"
-        placement = self._place(needs, list(self.workers), used_gpus={})
-        return placement.line if isinstance(placement, Shortage) else ""
+        if needs.max_gpus > len(devices):
+            return f"may have cluster.gpus = {needs.max_gpus}; the cluster's workers have {describe_devices(devices)}"
+        placement = self._place(needs, list(self.workers), gpu_owners={})
+        return placement.message if isinstance(placement, Shortage) else ""
 
     def _assignments_of(self, id: str) -> dict[str, Assignment]:
         """Return the current assignments of a job's heavy roles by name, including those of reserved workers."""
@@ -201,15 +200,15 @@ class WorkerPool:
         assignments: dict[str, Assignment] = {}
         counts = Counter[str]()
         for address, claim in claims:
-            if claim.job == id and claim.devices:
+            if claim.job == id and claim.device_uuids:
                 assignments[f"{claim.roles[0]}-{counts[claim.roles[0]]}"] = self._assignment_of(address, claim)
                 counts[claim.roles[0]] += 1
         return assignments
 
     def _assignment_of(self, address: str, claim: Claim) -> Assignment:
-        return Assignment(host=self.gpus[address].host, devices=claim.devices, process=address)
+        return Assignment(host=self.worker_gpus[address].host, device_uuids=claim.device_uuids, process=address)
 
-    def _used_gpus(self, workers: Sequence[str] = ()) -> dict[str, str]:
+    def _gpu_owners(self, workers: Sequence[str] = ()) -> dict[str, str]:
         """Return the ids of the jobs that have GPUs, by UUID of the GPU. workers: workers whose GPUs are left
         out."""
         reserved_claims = {address: claim for address, (claim, _) in self._reservations.items()}
@@ -218,34 +217,37 @@ class WorkerPool:
             for claims in (self.claims, self.restart_claims, reserved_claims)
             for address, claim in claims.items()
             if address not in workers
-            for uuid in claim.devices
+            for uuid in claim.device_uuids
         }
 
     def _place(
-        self, needs: Needs, workers: Sequence[str], *, used_gpus: Mapping[str, str], id: str = ""
+        self, needs: Needs, workers: Sequence[str], *, gpu_owners: Mapping[str, str], id: str = ""
     ) -> Placement | Shortage:
-        hosts = make_hosts(self.gpus, self._role_sets_of_all(), workers)
+        hosts = make_hosts(self.worker_gpus, self._role_sets_of_all(), workers)
         is_shared = sum(len(host.devices) for host in hosts) == 1
-        return place(hosts, needs.heavy_roles, used_gpus=used_gpus, previous=self._assignments_of(id), share=is_shared)
+        return place(
+            hosts, needs.heavy_roles, gpu_owners=gpu_owners, previous=self._assignments_of(id), may_share=is_shared
+        )
 
-    def _select(
+    def _choose_workers_and_gpus(
         self, needs: Needs, workers: Sequence[str], driver_worker: str = "", engine_workers: Sequence[str] = (), *,
-        id: str = "", with_surplus: bool = True, used_gpus: Mapping[str, str] | None = None,
-    ) -> tuple[Gang, GpusByWorker] | None:  # fmt: skip
+        id: str = "", with_surplus: bool = True, gpu_owners: Mapping[str, str] | None = None,
+    ) -> tuple[Gang, DeviceUuidsByWorker] | None:  # fmt: skip
         """Choose a job's workers among the free ones, and their GPUs; None if they are not enough. id: the job.
-        used_gpus: GPUs in use, by default those of all workers that are not in `workers` or `engine_workers`.
+        gpu_owners: GPUs in use, by default those of all workers that are not in `workers` or `engine_workers`.
         Other arguments: see `choose_workers`."""
         role_sets = self._role_sets_of_all()
-        workers = sorted(workers, key=lambda address: address in self.gpus)  # light roles prefer workers without GPUs
+        # Light roles prefer workers without GPUs.
+        workers = sorted(workers, key=lambda address: address in self.worker_gpus)
         if not self.uses_gpus(needs):
             gang = choose_workers(needs, role_sets, workers, driver_worker, engine_workers, with_surplus=with_surplus)
             return None if gang is None else (gang, {})
         candidates = [address for address in (*engine_workers, *workers) if address != driver_worker]
-        used_gpus = self._used_gpus([*workers, *engine_workers]) if used_gpus is None else used_gpus
-        placement = self._place(needs, candidates, used_gpus=used_gpus, id=id)
+        gpu_owners = self._gpu_owners([*workers, *engine_workers]) if gpu_owners is None else gpu_owners
+        placement = self._place(needs, candidates, gpu_owners=gpu_owners, id=id)
         if isinstance(placement, Shortage):
             return None
-        devices = {assignment.process: assignment.devices for assignment in placement.assignments.values()}
+        devices = {assignment.process: assignment.device_uuids for assignment in placement.assignments.values()}
         light_gang = choose_workers(
             needs.light_needs,
             role_sets,
@@ -262,9 +264,9 @@ class WorkerPool:
         """Describe which workers or GPUs a job waits for; empty if only the number of workers is too small."""
         if not self.uses_gpus(needs):
             return describe_shortage(needs, self._role_sets_of_all(), workers)
-        placement = self._place(needs, workers, used_gpus=self._used_gpus(workers))
-        return placement.line if isinstance(placement, Shortage) else "no worker process is left for the light roles"
+        placement = self._place(needs, workers, gpu_owners=self._gpu_owners(workers))
+        return placement.message if isinstance(placement, Shortage) else "no worker process is left for the light roles"
 
     def _is_large_enough(self, needs: Needs) -> bool:
         """Whether all workers of the cluster, including workers that have just left, are enough for a job."""
-        return self._select(needs, list(self._role_sets_of_all()), used_gpus={}) is not None
+        return self._choose_workers_and_gpus(needs, list(self._role_sets_of_all()), gpu_owners={}) is not None

@@ -12,15 +12,15 @@ from typing import Any
 from staleflow.pipeline.cluster.worker_pool import RESTART_LIMIT_S
 from staleflow.tasks.engines.engine_handover import require_orphan
 
-EXIT_S = 2.0
+EXIT_LIMIT_S = 2.0
 """Seconds that a worker may take to exit. A stopped process does not exit; its nanny kills it after four more
 seconds."""
 
 
-async def has_engine(scheduler: Any, address: str) -> bool:
+async def has_orphan_engine(scheduler: Any, address: str) -> bool:
     """Whether a worker replies and has an engine without an actor."""
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(EXIT_S):
+        async with asyncio.timeout(EXIT_LIMIT_S):
             reply = await scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
             return bool(reply["status"] == "OK")
     return False
@@ -45,7 +45,7 @@ async def _exit_process(scheduler: Any, address: str) -> None:
     """End a worker's process, which its nanny then restarts. Returns once the worker has left the cluster, or does not
     reply."""
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(EXIT_S):
+        async with asyncio.timeout(EXIT_LIMIT_S):
             with contextlib.suppress(OSError):  # the connection closes when the process exits
                 await scheduler.rpc(address).run(function=pickle.dumps(os._exit), args=pickle.dumps((1,)))
             while address in scheduler.workers:

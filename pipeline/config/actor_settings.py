@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config import knob_tree
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
-from staleflow.pipeline.config.factories import draft_settings, instance_cost, make_episodes
-from staleflow.pipeline.config.model_files import vocabulary_of
+from staleflow.pipeline.config.factories import draft_settings, instance_cost_model, make_episodes
+from staleflow.pipeline.config.model_files import read_vocabulary_size
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
@@ -62,6 +62,7 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
     task = task or next(iter(config.task.sources_by_name.values()))
     if not config.has_texts:
         return SourceSettings(task=TaskConfig(source="emulated"), seed=config.seed)
+    has_agent = is_agent(task.source) or is_agent(task.eval_source)
     return SourceSettings(
         task=TaskConfig(**{f.name: getattr(task, f.name) for f in dataclasses.fields(TaskConfig)}),
         seed=config.seed,
@@ -71,7 +72,7 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
             config=config.endpoint,
             model=config.name,
             temperature=config.rollout.temperature,
-            vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) or is_agent(task.eval_source) else 0,
+            vocabulary=read_vocabulary_size(config.model.path) if has_agent else 0,
         ),
     )
 
@@ -87,8 +88,8 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
             environment_config=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
-    predecessor_s = {"source.endpoint.predecessor_s": config.deadlines.call_s} if is_replacement else {}
-    return knob_tree.with_values(episode_settings(config), predecessor_s)
+    predecessor_settings = {"source.endpoint.predecessor_s": config.deadlines.call_s} if is_replacement else {}
+    return knob_tree.with_values(episode_settings(config), predecessor_settings)
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
@@ -193,12 +194,12 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
 
 
 def prompt_settings(
-    config: RunConfig, context: int = 2**31, *, num_held_out: int, max_prompt_tokens: int | None
+    config: RunConfig, context_length: int = 2**31, *, num_held_out: int, max_prompt_tokens: int | None
 ) -> PromptSettings:
     """Settings of the run's prompts.
 
     Args:
-        context: Tokens the model can attend to. The default means no limit, for prompts read from a store.
+        context_length: Tokens the model can attend to. The default means no limit, for prompts read from a store.
         num_held_out, max_prompt_tokens: As in the store's RunHeader.
     """
     from staleflow.tasks.sources.prompts import PromptSettings
@@ -207,7 +208,7 @@ def prompt_settings(
         tokenizer=config.model.path,
         source=_with_tools(config, source_settings(config)),
         max_new_tokens=config.rollout.max_new_tokens,
-        context=context,
+        context=context_length,
         kv_tokens=config.rollout.engine.kv_tokens,
         num_held_out=num_held_out,
         max_prompt_tokens=max_prompt_tokens,
@@ -244,23 +245,23 @@ def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
     return knob_tree.with_values(source, {"task.system": system.replace("{tools}", describe_tools(config.environment))})
 
 
-def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
-    """Length in tokens above which this job replaces a prompt; None if it replaces none. context: the model's context
-    length in tokens."""
+def max_prompt_tokens(config: RunConfig, context_length: int) -> int | None:
+    """Length in tokens above which this job replaces a prompt; None if it replaces none. context_length: the model's,
+    in tokens."""
     if not config.has_texts or not any(task.skip_long for task in config.task.sources_by_name.values()):
         return None
-    return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
+    return min(context_length, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
 
-def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
-    """Settings of the trajectory server. context: the model's context length in tokens. resumed: whether to continue an
+def server_settings(config: RunConfig, store: Path, context_length: int, *, resumed: bool = False) -> ServerSettings:
+    """Settings of the trajectory server. context_length: the model's, in tokens. resumed: whether to continue an
     existing store."""
     from staleflow.tasks.actors.server_settings import ServerSettings
 
-    prompt_limit = max_prompt_tokens(config, context)
+    prompt_limit = max_prompt_tokens(config, context_length)
     return ServerSettings(
         prompts=prompt_settings(
-            config, context, num_held_out=config.num_held_out_prompts, max_prompt_tokens=prompt_limit
+            config, context_length, num_held_out=config.num_held_out_prompts, max_prompt_tokens=prompt_limit
         ),
         reward_settings=", ".join(
             [
@@ -397,7 +398,7 @@ def engine_settings(
         "lora": config.training.lora,
         "num_served_versions": config.num_served_versions,
         "shares_device": config.shares_gpus,
-        "cost": instance_cost(config, index),
+        "cost": instance_cost_model(config, index),
         "drafting": draft_settings(config),
         "members_per_group": config.members_started_per_group,
         "pull_s": config.simulation.pull_s,
@@ -421,12 +422,12 @@ def make_workload(config: RunConfig) -> Workload:
     )
 
 
-def _recorded_workload(run: Path) -> RecordedWorkload:
+def _recorded_workload(run_dir: Path) -> RecordedWorkload:
     """Prompts, lengths, turns and rewards of the groups that a stored run trained on or filtered, ordered by group id.
     Filtered groups are included, because they cost sampling too."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
-    store = VersionedStore.open(run / "store")
+    store = VersionedStore.open(run_dir / "store")
     table = store.displayed_columns()
     # Only rows that were trained on have a staleness of 0 or more.
     trained_or_filtered = np.flatnonzero((table["staleness"] >= 0) | (table["fate"] == Fate.FILTERED.value))
@@ -435,7 +436,7 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
         groups.setdefault(int(table["group"][row]), []).append(int(row))
     rows = np.asarray([groups[g] for g in sorted(groups) if len(groups[g]) == store.header.group_size], np.int64)
     if not len(rows):
-        raise ConfigError(f"workload.run = {str(run)!r}: no trajectory of it was trained on; name a finished run")
+        raise ConfigError(f"workload.run = {str(run_dir)!r}: no trajectory of it was trained on; name a finished run")
     return RecordedWorkload(
         table["prompt_tokens"][rows[:, 0]].astype(np.int64),
         table["response_tokens"][rows].astype(np.int64),

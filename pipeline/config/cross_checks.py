@@ -22,7 +22,7 @@ MAX_SHOWN_CHARS = 200
 """Maximum characters of a corrected template in a message."""
 
 
-def check_across(config: RunConfig, source: str) -> None:
+def check_key_combinations(config: RunConfig, source: str) -> None:
     """Raise ConfigError for the first check that fails. source: name of the job file, for messages."""
     with raised_as(ConfigError, source, ConfigError):
         for line in _broken_rules(config):
@@ -65,7 +65,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
     yield from _check_evaluation(config)
     yield from _check_engine(config)
     yield from _check_teacher(config)
-    yield from _check_virtual(config)
+    yield from _check_emulation(config)
 
 
 def _check_objective(config: RunConfig) -> Iterator[str]:
@@ -147,8 +147,8 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
     sources = config.task.sources
     if not sources:
         return
-    if beside := config.task.keys_besides_sources:
-        yield f"task.{beside[0]} is set beside several sources; set task.sources.NAME.{beside[0]} of each instead"
+    for key in config.task.keys_besides_sources[:1]:
+        yield f"task.{key} is set beside several sources; set task.sources.NAME.{key} of each instead"
     for name, task in sources.items():
         key = f"task.sources.{name}"
         if task.max_new_tokens > config.rollout.max_new_tokens:
@@ -290,7 +290,7 @@ def _check_adapters(config: RunConfig) -> Iterator[str]:
         yield ("training.lora.rank = 0 trains no adapter; set it above 0, or remove [training.lora]")
 
 
-def _check_virtual(config: RunConfig) -> Iterator[str]:
+def _check_emulation(config: RunConfig) -> Iterator[str]:
     """Check the keys of simulated and emulated runs."""
     cost = config.rollout.cost
     if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:

@@ -46,6 +46,6 @@ class EvaluationSchedule:
         """
         return version in {0, self.num_steps} or (self.every > 0 and version % self.every == 0)
 
-    def latest(self, version: int) -> int:
+    def latest_due(self, version: int) -> int:
         """The latest evaluated version up to this one."""
         return next(v for v in range(version, -1, -1) if self.is_due(v))

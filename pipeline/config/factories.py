@@ -22,7 +22,7 @@ from staleflow.tasks.engines.engine_settings import Speculation
 from staleflow.tasks.settings.seeds import Stream, generator
 
 
-def instance_cost(config: RunConfig, index: int) -> CostModel:
+def instance_cost_model(config: RunConfig, index: int) -> CostModel:
     """The cost model of a simulated or emulated instance. The first straggler_share of all instances are slower by
     straggler_factor."""
     simulation = config.simulation
@@ -40,15 +40,16 @@ def draft_settings(config: RunConfig) -> DraftSettings:
     )
 
 
-def job_cost_at(config: RunConfig, running: int) -> CostModel:
+def job_cost_model_at(config: RunConfig, num_running: int) -> CostModel:
     """The cost model of an instance with this number of requests that drafts as the job says."""
     speculation = config.rollout.engine.speculation
-    return cost_at(config.rollout.cost, speculation, config.workload.acceptance_rate, running)
+    return cost_model_at(config.rollout.cost, speculation, config.workload.acceptance_rate, num_running)
 
 
-def cost_at(cost: CostModel, speculation: Speculation, acceptance: float, running: int) -> CostModel:
+def cost_model_at(cost: CostModel, speculation: Speculation, acceptance_rate: float, num_running: int) -> CostModel:
     """The cost model of an instance while it runs this number of requests, with drafts if it drafts for so many."""
-    return cost.drafting(speculation.num_speculative_tokens if running <= speculation.max_running else 0, acceptance)
+    num_drafted = speculation.num_speculative_tokens if num_running <= speculation.max_running else 0
+    return cost.drafting(num_drafted, acceptance_rate)
 
 
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:

@@ -24,7 +24,7 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_facts import inspect_model
-from staleflow.pipeline.config.model_files import find_model
+from staleflow.pipeline.config.model_files import find_model_folder
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
@@ -35,13 +35,13 @@ from staleflow.tasks.settings.reward_functions import REWARDS, reward_name_error
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
 from staleflow.tasks.sources.dataset_rows import SAVED_FOLDER_FILES, RowSource, format_columns
 
-JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
+JOB_FILE, REWARD_FILE, SUMS_FILE, MODEL_FOLDER = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of the files and of the model's folder that may be written."""
-NUM_SUMS, TERMS = 2000, (3, 5)
+NUM_SUMS, TERM_RANGE = 2000, (3, 5)
 """Number of made-up sums, and the fewest and the most terms of a sum."""
-PRETRAINING_STEPS, LEARNING_STEPS, WORKED_SHARE = 400, 250, 0.2
-"""Pretraining of the tiny model. In the first LEARNING_STEPS of its steps, all examples compute their sum term by term.
-After these, WORKED_SHARE of the examples do; the others guess a digit, and are right one time in ten."""
+PRETRAINING_STEPS, WORKED_ONLY_STEPS, WORKED_SHARE = 400, 250, 0.2
+"""Pretraining of the tiny model. In the first WORKED_ONLY_STEPS of its steps, all examples compute their sum term by
+term. After these, WORKED_SHARE of the examples do; the others guess a digit, and are right one time in ten."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages", "instruction", "input", "query", "text")
 """Usual names of a column of prompts, in order of preference."""
 ANSWER_COLUMNS = (
@@ -58,14 +58,14 @@ ANSWER_COLUMNS = (
 """Usual names of a column of answers."""
 GOLD_MARK = "####"
 """The mark before the final result in answers of GSM8K and similar data sets."""
-NUMBER = r"-?\d+(?:[.,]\d+)*"
-EXACT = "exact"
+NUMBER_PATTERN = r"-?\d+(?:[.,]\d+)*"
+EXACT_REWARD = "exact"
 """The name of the reward "task" for rows on the command line."""
 NUM_SAMPLE_ROWS = 50
 """Number of rows that are read to see whether answers are numbers."""
 LEARNING_RATES, MIN_LEARNING_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
 """Initial learning rates by the size of the model's files (most bytes, rate), and the rate of larger models."""
-MAX_TOKENS = 512
+MAX_RESPONSE_TOKENS = 512
 """Longest response of a model that the user brings, unless its context is short."""
 
 
@@ -123,43 +123,43 @@ def write_first_job(folder: Path, inputs: InitInputs, report: Callable[[str], No
     if inputs.options and not inputs.data:
         raise ConfigError(f"--option {next(iter(inputs.options))}: the made-up sums have no options; add --data")
     if inputs.model:
-        find_model(inputs.model, "--model")  # first: transformers would ask the hub for each file, several times
+        find_model_folder(inputs.model, "--model")  # first: transformers would ask the hub for each file, several times
     data = _inspect_data(folder, inputs)
     writes_reward = not inputs.reward and data.columns is not None
-    files = {JOB: "the job; its comments say what each line is for"}
-    files |= {REWARD: _describe_reward(data)} if writes_reward else {}
-    files |= {} if inputs.data else {SUMS: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
-    files |= {} if inputs.model else {MODEL: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
+    files = {JOB_FILE: "the job; its comments say what each line is for"}
+    files |= {REWARD_FILE: _describe_reward(data)} if writes_reward else {}
+    files |= {} if inputs.data else {SUMS_FILE: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
+    files |= {} if inputs.model else {MODEL_FOLDER: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
     for name in files:
         if (folder / name).exists():
             raise ConfigError(
                 f"{folder / name} exists and is not overwritten; name another folder: staleflow init NAME"
             )
     text = _job_text(folder, inputs, data)
-    loading.from_tree(tomllib.loads(text), JOB)
-    with _none_after_an_error(folder, files):
+    loading.from_tree(tomllib.loads(text), JOB_FILE)
+    with _removed_after_an_error(folder, files):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".init-", dir=folder) as tmp_name:
                 tmp_folder = Path(tmp_name)
-                (tmp_folder / JOB).write_text(text, "utf-8")
+                (tmp_folder / JOB_FILE).write_text(text, "utf-8")
                 if writes_reward:
-                    (tmp_folder / REWARD).write_text(_reward_text(data), "utf-8")
+                    (tmp_folder / REWARD_FILE).write_text(_reward_text(data), "utf-8")
                 if not inputs.data:
-                    (tmp_folder / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()), "utf-8")
+                    (tmp_folder / SUMS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in _sum_rows()), "utf-8")
                 if not inputs.model:
-                    _pretrain(tmp_folder / MODEL, report)
+                    _pretrain(tmp_folder / MODEL_FOLDER, report)
                 for name in files:
                     (tmp_folder / name).rename(folder / name)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
         with contextlib.chdir(folder):
-            return _check(files)
+            return _load_written_job(files)
 
 
-def _check(files: Mapping[str, str]) -> FirstJob:
+def _load_written_job(files: Mapping[str, str]) -> FirstJob:
     """Load the job that was written into the current folder, and encode its first prompt. Raises ConfigError."""
-    config = loading.load(JOB)
+    config = loading.load(JOB_FILE)
     prompts = actor_settings.prompt_settings(
         config, num_held_out=config.num_held_out_prompts, max_prompt_tokens=None
     ).build()
@@ -171,7 +171,7 @@ def _check(files: Mapping[str, str]) -> FirstJob:
 
 
 @contextlib.contextmanager
-def _none_after_an_error(folder: Path, names: Iterable[str]) -> Iterator[None]:
+def _removed_after_an_error(folder: Path, names: Iterable[str]) -> Iterator[None]:
     """After an error, remove the files of these names from `folder`."""
     try:
         yield
@@ -188,14 +188,14 @@ def _draw_sum(rng: random.Random) -> str:
     """A sum of single digits, all of whose partial sums are single digits, too: `7 - 1 + 3`."""
     total, terms = rng.randint(1, 9), []
     first_number = total
-    for _ in range(rng.randint(*TERMS) - 1):
+    for _ in range(rng.randint(*TERM_RANGE) - 1):
         next_total = rng.choice([other for other in range(10) if other != total])
         terms.append(f"{'+' if next_total > total else '-'} {abs(next_total - total)}")
         total = next_total
     return " ".join([str(first_number), *terms])
 
 
-def _sums() -> Iterator[dict[str, str]]:
+def _sum_rows() -> Iterator[dict[str, str]]:
     """Rows of distinct sums."""
     rng = random.Random(0)
     expressions: dict[str, None] = {}
@@ -213,7 +213,7 @@ def _pretrain(out: Path, report: Callable[[str], None]) -> None:
     def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         for number in itertools.count():
             expression = _draw_sum(rng)
-            shows_work = number < BATCH * LEARNING_STEPS or rng.random() < WORKED_SHARE
+            shows_work = number < BATCH * WORKED_ONLY_STEPS or rng.random() < WORKED_SHARE
             yield f"{expression} =", worked_example(expression, rng, 0.0) if shows_work else f"so{rng.randint(0, 9)}."
 
     def on_start(parameters: int) -> None:
@@ -248,11 +248,11 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
             if column:
                 raise ConfigError(f"{option} {column}: only for --data with rows in columns")
         if not source:
-            return DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
+            return DataFacts(source=f"jsonl:{SUMS_FILE}", columns=Columns())
         has_environment = is_environment(source, f"--data {inputs.data}")
-        if has_environment and inputs.reward not in ("", EXACT, "task"):
+        if has_environment and inputs.reward not in ("", EXACT_REWARD, "task"):
             raise ConfigError(f"--reward {inputs.reward}: {source} rewards its episodes itself; leave --reward out")
-        prefix, file, name = user_files.split_code(source)
+        prefix, file, name = user_files.split_code_reference(source)
         return DataFacts(
             source=f"{prefix}{_job_path(folder, file)}:{name}" if file.endswith(".py") else source,
             has_environment=has_environment,
@@ -267,7 +267,7 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
     if not prompt:
         raise ConfigError(f"--data {inputs.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
-    if not columns.answer and inputs.reward in (EXACT, *REWARDS):
+    if not columns.answer and inputs.reward in (EXACT_REWARD, *REWARDS):
         other_names = " or ".join(name for name in names if name != prompt) or "NAME"
         raise ConfigError(
             f"--data {inputs.data}: --reward {inputs.reward} compares with an answer; which column is it? "
@@ -281,7 +281,7 @@ def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
         source=f"{kind}:{_job_path(folder, name)}",
         columns=columns,
         has_number_answers=bool(answers)
-        and all(re.fullmatch(NUMBER, answer.rpartition(GOLD_MARK)[2].strip()) for answer in answers),
+        and all(re.fullmatch(NUMBER_PATTERN, answer.rpartition(GOLD_MARK)[2].strip()) for answer in answers),
         has_gold_mark=has_gold_mark,
         has_message_prompts=not isinstance(tasks.task(0).prompt, str),
     )
@@ -318,8 +318,8 @@ def _job_path(folder: Path, name: str) -> str:
 def _reward_function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
     if not inputs.reward:
-        return f"{REWARD}:reward" if data.columns is not None else "task"
-    if inputs.reward == EXACT:
+        return f"{REWARD_FILE}:reward" if data.columns is not None else "task"
+    if inputs.reward == EXACT_REWARD:
         return "task"
     if problem := reward_name_error(inputs.reward):
         raise ConfigError(f"--reward {problem}")
@@ -366,33 +366,34 @@ def reward(answer, record):
 def _job_text(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
     tokenizer = load_chat_tokenizer(inputs.model) if inputs.model else None
-    chat = tokenizer is not None and tokenizer.has_chat_template
-    if data.has_message_prompts and not chat:
+    has_chat_template = tokenizer is not None and tokenizer.has_chat_template
+    if data.has_message_prompts and not has_chat_template:
         raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")
-    tokens = 48
+    max_new_tokens = 48
     if inputs.model:
         minimal_job = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
-        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(minimal_job, "--model")).context_length // 2)
+        facts = inspect_model(loading.from_tree(minimal_job, "--model"))
+        max_new_tokens = min(MAX_RESPONSE_TOKENS, facts.context_length // 2)
     pattern, template = "", "{prompt}"
     if not inputs.model:
         pattern = r"so(-?\d+)\."
     elif not inputs.data or data.has_number_answers:
-        pattern = f"({NUMBER})"
+        pattern = f"({NUMBER_PATTERN})"
     elif data.columns is not None and data.columns.answer:
         pattern, template = r"Answer:\s*(.+)", "{prompt}\n\nEnd with a line that says: Answer: ..."
     values: dict[str, Any] = {
         "steps": 100 if inputs.model else 50,
-        "model": _job_path(folder, inputs.model) if inputs.model else MODEL,
+        "model": _job_path(folder, inputs.model) if inputs.model else MODEL_FOLDER,
         "source": data.source,
         "template": template,
-        "chat": chat,
+        "chat": has_chat_template,
         "eval_prompts": 100 if inputs.model else 200,
         "function": _reward_function(folder, inputs, data),
         "groups": 8 if inputs.model else 16,
-        "max_new_tokens": tokens,
+        "max_new_tokens": max_new_tokens,
         "engine": "vllm" if inputs.model and importlib.util.find_spec("vllm") else "transformers",
         "max_running": 32 if inputs.model else 64,
-        "kv_tokens": max(16_384, 4 * tokens) if inputs.model else 4096,
+        "kv_tokens": max(16_384, 4 * max_new_tokens) if inputs.model else 4096,
         "learning_rate": _learning_rate(inputs.model),
     }
     toml_values = {key: toml_value(value) for key, value in values.items()}
@@ -407,9 +408,8 @@ def _job_text(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     reward_lines, turn, turns = REWARD_TEMPLATE.format(function=function), "", ""
     if data.has_environment:
         reward_lines = f"function = {function}  # the environment gives the reward"
-        turn = (
-            f"turn_tokens = {max(1, tokens // 8)}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
-        )
+        turn_tokens = max(1, max_new_tokens // 8)
+        turn = f"turn_tokens = {turn_tokens}  # most tokens of a turn; max_new_tokens is for the whole episode\n"
         turns = ENVIRONMENT_TEMPLATE
     return JOB_TEMPLATE.format(data_lines=data_lines, reward_lines=reward_lines, turn=turn, turns=turns, **toml_values)
 

@@ -31,7 +31,7 @@ class ExplainedValue:
     doc: str
 
 
-Value = tuple[str, Knob, Any, Any]
+TableValue = tuple[str, Knob, Any, Any]
 """Name, knob, value and default of a value in a table."""
 
 
@@ -78,11 +78,11 @@ def explain_values(config: Any) -> list[ExplainedValue]:
 
 def to_toml(config: Any) -> str:
     """A config as TOML; reading it back gives an equal one."""
-    return "\n".join(_tables(config, "")).lstrip("\n")
+    return "\n".join(_toml_tables(config, "")).lstrip("\n")
 
 
 def _explain(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[ExplainedValue]:
-    values, tables = _split(node, choice)
+    values, tables = _values_and_tables(node, choice)
     for name, knob, value, default in values:
         if value and isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, value.values())):
             for entry, subtree in value.items():
@@ -93,22 +93,22 @@ def _explain(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[E
         yield from _explain(subtree, f"{prefix}{name}.", subtree_choice)
 
 
-def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
-    values, tables = _split(node, choice)
+def _toml_tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
+    values, tables = _values_and_tables(node, choice)
     lines = [f"{_toml_key(name)} = {toml_value(value)}\n" for name, _, value, _ in values]
     yield "".join([f"[{key}]\n" if key else "", *lines])
     for name, (subtree, subtree_choice) in tables.items():
-        yield from _tables(subtree, f"{key}.{name}".lstrip("."), subtree_choice)
+        yield from _toml_tables(subtree, f"{key}.{name}".lstrip("."), subtree_choice)
 
 
-def _split(
+def _values_and_tables(
     node: Any, choice: Choice | None
 ) -> tuple[list[tuple[str, Knob, Any, Any]], dict[str, tuple[Any, Choice | None]]]:
     """Split a table into its values and the tables below it.
 
     Each table below comes with the knob that selected its class, None if none did. choice: the same of this table.
     """
-    values: list[Value] = []
+    values: list[TableValue] = []
     tables: dict[str, tuple[Any, Choice | None]] = {}
     if choice is not None:
         values.append(("name", choice, node.name, choice.default))
@@ -201,7 +201,7 @@ def override_lines(overrides: Overrides | None) -> tuple[str, ...]:
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 """JSON Schema's name of each type."""
-USER_CODE = {
+USER_CODE_SCHEMA = {
     "type": "string", "pattern": r"^.+:[A-Za-z_]\w*$", "description": "your own code: file.py:NAME or module:NAME",
 }  # fmt: skip
 """Schema of file.py:NAME and module:NAME."""
@@ -209,25 +209,25 @@ USER_CODE = {
 
 def json_schema(cls: type[Any]) -> dict[str, Any]:
     """The JSON Schema of a tree of knobs. Unknown keys are rejected, as when a job file is read."""
-    return {"$schema": SCHEMA_DIALECT, "title": "staleflow job", **_table(cls)}
+    return {"$schema": SCHEMA_DIALECT, "title": "staleflow job", **_table_schema(cls)}
 
 
-def _table(cls: type[Any]) -> dict[str, Any]:
-    fields_by_name = {f.name: f for f in dataclasses.fields(cls)}
+def _table_schema(cls: type[Any]) -> dict[str, Any]:
+    defaults = {f.name: default_of(f) for f in dataclasses.fields(cls)}
     properties = {
-        name: _table_or_list(hint) if spec is None else _value(hint, spec, default_of(fields_by_name[name]))
+        name: _table_or_list_schema(hint) if spec is None else _value_schema(hint, spec, defaults[name])
         for name, (hint, spec) in keys_of(cls).items()
     }
     doc = " ".join((cls.__doc__ or "").split())
     return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
 
 
-def _table_or_list(cls: type[Any]) -> dict[str, Any]:
+def _table_or_list_schema(cls: type[Any]) -> dict[str, Any]:
     """A table; where a list of tables with names is short for entries of one of its keys, either."""
-    table = _table(cls)
+    table = _table_schema(cls)
     if not (key := getattr(cls, "LIST_KEY", "")):
         return table
-    entry = _table(entry_type(keys_of(cls)[key][0]) or cls)
+    entry = _table_schema(entry_type(keys_of(cls)[key][0]) or cls)
     name = {"description": "a name for it, which its metrics have", "type": "string", "pattern": NAME_FORM}
     entry["properties"] = {"name": name} | entry["properties"]
     return {
@@ -236,41 +236,41 @@ def _table_or_list(cls: type[Any]) -> dict[str, Any]:
     }
 
 
-def _choice(spec: Choice) -> dict[str, Any]:
+def _choice_schema(spec: Choice) -> dict[str, Any]:
     """A name, or a table with the name and the knobs of that entry."""
     registry = spec.registry
     forms: list[dict[str, Any]] = []
     if not spec.has_common_knobs:
         forms.append({"enum": list(registry.names)})
     if registry.user_code is not None:
-        knobs = {"type": "object", "properties": {"name": USER_CODE}, "required": ["name"]}
-        forms += [USER_CODE, knobs]
+        knobs = {"type": "object", "properties": {"name": USER_CODE_SCHEMA}, "required": ["name"]}
+        forms += [USER_CODE_SCHEMA, knobs]
     for name in registry.names:
-        table = _table(registry.find(name))
+        table = _table_schema(registry.find(name))
         table["properties"] = {"name": {"const": name}} | table["properties"]
         forms.append(table if name == spec.default else table | {"required": ["name"]})
     default = {"name": spec.default} if spec.has_common_knobs else spec.default
     return {"description": spec.doc, "default": default, "oneOf": forms}
 
 
-def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
+def _value_schema(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     if isinstance(spec, Choice):
-        return _choice(spec)
+        return _choice_schema(spec)
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
     if entries := entry_type(hint):
         names = {"pattern": NAME_FORM}
-        return schema | {"type": "object", "propertyNames": names, "additionalProperties": _table(entries)}
+        return schema | {"type": "object", "propertyNames": names, "additionalProperties": _table_schema(entries)}
     kind = JSON_TYPES[typing.get_origin(hint) or hint]
     if kind == "array":
         item = JSON_TYPES[typing.get_args(hint)[0]]
         items: dict[str, Any] = {"type": item}
         if spec.user_code:
-            items = {"anyOf": [{"enum": list(spec.choices)}, USER_CODE]}
+            items = {"anyOf": [{"enum": list(spec.choices)}, USER_CODE_SCHEMA]}
         elif spec.choices:
             items["enum"] = list(spec.choices)
         return schema | {"type": kind, "items": items}
     if spec.choices and spec.user_code:
-        return schema | {"anyOf": [{"enum": list(spec.choices)}, USER_CODE]}
+        return schema | {"anyOf": [{"enum": list(spec.choices)}, USER_CODE_SCHEMA]}
     schema["type"] = kind
     if spec.choices:
         schema["enum"] = list(spec.choices)

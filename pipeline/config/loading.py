@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config.cross_checks import check_across
+from staleflow.pipeline.config.cross_checks import check_key_combinations
 from staleflow.pipeline.config.knob_tree import apply_override, merge_trees
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.task_tables import with_named_tasks
@@ -45,12 +45,12 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 
 def from_tree_with_overrides(tree: dict[str, Any], overrides: Sequence[str], source: str) -> RunConfig:
     """Apply overrides to nested plain values, then build and check a RunConfig from them."""
-    for override in sorted(overrides, key=_depth):
+    for override in sorted(overrides, key=_key_depth):
         apply_override(tree, override)
     return from_tree(tree, source)
 
 
-def _depth(override: str) -> int:
+def _key_depth(override: str) -> int:
     """Depth of an override's key. Overrides are sorted by it: a whole table is set before the keys in that table."""
     return override.partition("=")[0].count(".")
 
@@ -58,7 +58,7 @@ def _depth(override: str) -> int:
 def from_tree(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
     config = build(RunConfig, _with_profile(with_named_tasks(tree, source), source), source)
-    check_across(config, source)
+    check_key_combinations(config, source)
     return config
 
 
@@ -79,7 +79,7 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
             seconds.setdefault("train_s_per_token", 0.0)
         if (error := profile.get("held_out_error", {}).get("median")) is not None:
             seconds["cost_error"] = error
-        run = Path(profile.get("source", ""))
+        run_dir = Path(profile.get("source", ""))
         acceptance = profile.get("acceptance_rate")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(
@@ -90,6 +90,6 @@ def _with_profile(tree: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     measurements: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
         measurements["workload"] = {"acceptance_rate": acceptance}
-    if "workload" not in tree and (run / "store").exists():
-        measurements["workload"] = {**measurements.get("workload", {}), "kind": "recorded", "run": str(run)}
+    if "workload" not in tree and (run_dir / "store").exists():
+        measurements["workload"] = {**measurements.get("workload", {}), "kind": "recorded", "run": str(run_dir)}
     return merge_trees(tree, measurements)

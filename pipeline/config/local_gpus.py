@@ -11,9 +11,9 @@ from typing import Any
 
 from staleflow.pipeline.placement.devices import Device
 
-VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-_STARTED_WITH: dict[str, str | None] = {}
-"""The CUDA_VISIBLE_DEVICES that this process was started with, if `use_devices` has set another."""
+VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_INITIAL_VISIBLE: dict[str, str | None] = {}
+"""The CUDA_VISIBLE_DEVICES that this process was started with, if `restrict_devices` has set another."""
 
 
 def read_devices() -> tuple[Device, ...]:
@@ -29,21 +29,22 @@ def read_devices() -> tuple[Device, ...]:
     except nvml.NVMLError:
         return ()
     try:
-        return _visible(list(_all_devices(nvml)), _STARTED_WITH.get(VISIBLE, os.environ.get(VISIBLE)))
+        initial_value = _INITIAL_VISIBLE.get(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
+        return _visible_devices(list(_all_devices(nvml)), initial_value)
     finally:
         nvml.nvmlShutdown()
 
 
-def use_devices(visible: str) -> None:
+def restrict_devices(visible: str) -> None:
     """Restrict this process to these GPUs. Raises RuntimeError if CUDA is initialized already. visible: value of
     CUDA_VISIBLE_DEVICES; empty: none."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized() and os.environ.get(VISIBLE) != visible:
-        raise RuntimeError(f"this process uses GPUs already, so {VISIBLE}={visible} would have no effect; restart it")
-    _STARTED_WITH.setdefault(VISIBLE, os.environ.get(VISIBLE))
+    if torch is not None and torch.cuda.is_initialized() and os.environ.get(VISIBLE_DEVICES) != visible:
+        raise RuntimeError(f"this process uses GPUs already: {VISIBLE_DEVICES}={visible} has no effect; restart it")
+    _INITIAL_VISIBLE.setdefault(VISIBLE_DEVICES, os.environ.get(VISIBLE_DEVICES))
     # vLLM takes numbers only, and they have to mean here what they mean to NVIDIA's management library.
-    os.environ[ORDER] = "PCI_BUS_ID"
-    os.environ[VISIBLE] = visible
+    os.environ[DEVICE_ORDER] = "PCI_BUS_ID"
+    os.environ[VISIBLE_DEVICES] = visible
 
 
 def _all_devices(nvml: Any) -> Iterator[Device]:
@@ -51,22 +52,23 @@ def _all_devices(nvml: Any) -> Iterator[Device]:
     domains = _link_domains(nvml, handles)
     for index, handle in enumerate(handles):
         model = _text(nvml.nvmlDeviceGetName(handle)).removeprefix("NVIDIA ")
-        numa = _numa(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+        numa_node = _numa_node(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
         slices = list(_slices(nvml, handle))
         for part in slices:
             uuid = _text(nvml.nvmlDeviceGetUUID(part))
             memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(part).total)
             yield Device(
-                uuid=uuid, visible=uuid, model=f"{model} MIG", memory_bytes=memory_bytes, link_domain=uuid, numa=numa
-            )
+                uuid=uuid, visible_id=uuid, model=f"{model} MIG", memory_bytes=memory_bytes, link_domain=uuid,
+                numa_node=numa_node,
+            )  # fmt: skip
         if not slices:
             yield Device(
                 uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                visible=str(index),
+                visible_id=str(index),
                 model=model,
                 memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
                 link_domain=domains[index],
-                numa=numa,
+                numa_node=numa_node,
             )
 
 
@@ -94,7 +96,7 @@ def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:
     return [f"nvlink-{number}" if are_linked else "pcie" for number in domain]
 
 
-def _numa(bus_id: str) -> int:
+def _numa_node(bus_id: str) -> int:
     """The processor's memory that a PCI device is attached to; 0 if the system does not say."""
     path = Path("/sys/bus/pci/devices") / bus_id.lower()[-12:] / "numa_node"
     try:
@@ -103,14 +105,14 @@ def _numa(bus_id: str) -> int:
         return 0
 
 
-def _visible(devices: list[Device], variable: str | None) -> tuple[Device, ...]:
+def _visible_devices(devices: list[Device], variable: str | None) -> tuple[Device, ...]:
     """The devices that a value of CUDA_VISIBLE_DEVICES names, in its order; as CUDA does, up to the first that is not
     there."""
     if variable is None:
         return tuple(devices)
     visible: list[Device] = []
     for entry in filter(None, (part.strip() for part in variable.split(","))):
-        match = [d for d in devices if d.visible == entry or (not entry.isdigit() and d.uuid.startswith(entry))]
+        match = [d for d in devices if d.visible_id == entry or (not entry.isdigit() and d.uuid.startswith(entry))]
         if not match:
             break
         visible.append(match[0])

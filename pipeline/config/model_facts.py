@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from staleflow.pipeline.config.model_files import find_model, format_context, read_architecture
+from staleflow.pipeline.config.model_files import find_model_folder, format_context_length, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.context_length import context_of
@@ -35,7 +35,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     """
     if not config.has_texts:
         return ModelFacts(context_length=2**31, eos=())
-    subject, folder = f"{key} = {config.model.path!r}", find_model(config.model.path, key)
+    subject, folder = f"{key} = {config.model.path!r}", find_model_folder(config.model.path, key)
     eos: tuple[int, ...] = ()
     if config.emulated and folder is not None:
         architecture = read_architecture(folder, subject)
@@ -45,15 +45,15 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     return ModelFacts(context_length=context_of(architecture), eos=() if config.emulated else eos)
 
 
-def inspect_teacher(config: RunConfig) -> None:
-    """Read the configurations of the policy and the reference model, and check them as `check_teacher` does. Raises
-    ConfigError. The machine that submits a job may have neither model."""
+def check_teacher_models(config: RunConfig) -> None:
+    """Read the configurations of the policy and the reference model, and check them as `check_teacher_fits` does.
+    Raises ConfigError. The machine that submits a job may have neither model."""
     names = {"model.path": config.model.path}
     if config.training.kl.reference:
         names["training.kl.reference"] = config.training.kl.reference
-    folders = [find_model(name, key) or name for key, name in names.items()]
+    folders = [find_model_folder(name, key) or name for key, name in names.items()]
     architectures = [_load_configuration(str(f), f"{key} = {f!r}")[0] for key, f in zip(names, folders, strict=True)]
-    check_teacher(config, architectures[0], architectures[-1])
+    check_teacher_fits(config, architectures[0], architectures[-1])
 
 
 def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
     if max_new_tokens >= context:
         raise ConfigError(
             f"rollout.max_new_tokens = {max_new_tokens} leaves no room for a prompt: "
-            f"the model's context is {format_context(architecture)}"
+            f"the model's context is {format_context_length(architecture)}"
         )
     if kv_tokens < context and kv_tokens < 2 * max_new_tokens:
         raise ConfigError(
@@ -73,16 +73,16 @@ def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
         )
 
 
-def check_teacher(config: RunConfig, policy: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
-    """Check that a teacher can compute each trajectory of a job. Raises ConfigError. policy, reference: the config.json
-    of both models."""
-    max_tokens = min(context_of(policy), config.rollout.engine.kv_tokens)
+def check_teacher_fits(config: RunConfig, policy_json: Mapping[str, Any], reference_json: Mapping[str, Any]) -> None:
+    """Check that a teacher can compute each trajectory of a job. Raises ConfigError. policy_json, reference_json: the
+    config.json of both models."""
+    max_tokens = min(context_of(policy_json), config.rollout.engine.kv_tokens)
     key = "training.kl.reference" if config.training.kl.reference else "model.path"
-    context, kv_tokens = context_of(reference), config.teacher.engine.kv_tokens
+    context, kv_tokens = context_of(reference_json), config.teacher.engine.kv_tokens
     usable = context - (config.teacher.engine.name == "vllm")  # its request needs room for one more token
     if usable < max_tokens:
         raise ConfigError(
-            f"{key}: its context is {format_context(reference)}, and a trajectory may have "
+            f"{key}: its context is {format_context_length(reference_json)}, and a trajectory may have "
             f"{max_tokens} tokens; with a teacher on {config.teacher.engine.name}, set rollout.engine.kv_tokens to at "
             f"most {usable}"
         )
@@ -91,7 +91,7 @@ def check_teacher(config: RunConfig, policy: Mapping[str, Any], reference: Mappi
             f"teacher.engine.kv_tokens = {kv_tokens} is too small: a trajectory may have {max_tokens} tokens "
             "(rollout.engine.kv_tokens, or the model's context); raise it to that"
         )
-    rows, policy_rows = (int(_text_config(a).get("vocab_size") or 0) for a in (reference, policy))
+    rows, policy_rows = (int(_text_config(a).get("vocab_size") or 0) for a in (reference_json, policy_json))
     if rows < policy_rows:
         raise ConfigError(
             f"training.kl.reference: its embeddings have {rows} rows, fewer than the policy's {policy_rows}, which may "

@@ -21,30 +21,32 @@ EXAMPLE_MODELS = {
     "runs/base/smollm2-135m": "smollm2-model",
 }
 """Models of the examples: the Makefile's target that creates the model, by its folder."""
-HUB_S = 5.0
+HUB_TIMEOUT_S = 5.0
 """Seconds the hub may take to answer whether it has a model."""
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
 """A tokenizer has at least one of these files."""
 SHARD_INDEX = "model.safetensors.index.json"
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+EMBEDDING_NAME_ENDS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Name endings of the embedding tensor, which has one row per token."""
-MODEL_LISTS = ("auto_mappings.py", "configuration_auto.py")
+MODEL_LIST_FILES = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list the model types it knows."""
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """Name of the table of attention functions that a model's code in transformers uses if its attention can be
 replaced."""
-OWN_CACHE = ("minimax", "recurrent_gemma")
+OWN_CACHE_TYPES = ("minimax", "recurrent_gemma")
 """Model types that work only with a cache class of their own."""
-RECURRENT_STATE = "update_recurrent_state("
+RECURRENT_STATE_CALL = "update_recurrent_state("
 """A call in the code of models with recurrent layers, whose states are in transformers' own cache."""
-INDEXED_ATTENTION = ("update_indexer(", "compressed_sparse_attention")
+INDEXED_ATTENTION_CALLS = ("update_indexer(", "compressed_sparse_attention")
 """Calls in the code of models that attend only to tokens selected by an index (sparse attention)."""
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_HEADER_BYTES = 100 * 2**20
 """Maximum bytes of a safetensors header, as when the file is loaded."""
 
 
-def find_model(path: str, key: str = "model.path") -> Path | None:
+def find_model_folder(path: str, key: str = "model.path") -> Path | None:
     """The folder with a model's files; None if they must be downloaded from the hub. The hub is asked only about names
     that are not on this machine. Raises ConfigError. key: key in the job file, or option, for messages."""
     if Path(path).is_dir():
@@ -54,17 +56,17 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
         raise ConfigError(f"{subject}: a file; name the folder of a model with its config.json")
     if not HUB_NAME.fullmatch(path) or ".." in path or Path(path).parts[0] in ("runs", "models"):
         home = "; ~ is not replaced here, write the whole path" if path.startswith("~") else ""
-        raise ConfigError(f"{subject}: no such folder{home or _neighbours(Path(path))}")
+        raise ConfigError(f"{subject}: no such folder{home or _describe_neighbours(Path(path))}")
     if "/" in path and Path(path).parent.is_dir():
-        raise ConfigError(f"{subject}: no such folder{_neighbours(Path(path))}")
-    if (folder := local_model(path)) is None:
+        raise ConfigError(f"{subject}: no such folder{_describe_neighbours(Path(path))}")
+    if (folder := find_local_model(path)) is None:
         if "/" not in path:
             raise ConfigError(f"{subject}: no such folder; a model of the hub is OWNER/NAME")
-        _ask_hub(path, subject)
+        _require_on_hub(path, subject)
     return folder
 
 
-def local_model(path: str) -> Path | None:
+def find_local_model(path: str) -> Path | None:
     """The folder with a model's files if it is on this machine. Uses no network."""
     if Path(path).is_dir():
         return Path(path)
@@ -76,7 +78,7 @@ def local_model(path: str) -> Path | None:
     return Path(cached_file).parent if isinstance(cached_file, str) else None
 
 
-def _neighbours(path: Path) -> str:
+def _describe_neighbours(path: Path) -> str:
     """The end of a message about a missing folder: the existing folders beside it."""
     if str(path) in EXAMPLE_MODELS:
         return f"; `make {EXAMPLE_MODELS[str(path)]}` creates it"
@@ -86,7 +88,7 @@ def _neighbours(path: Path) -> str:
     return f"; folders in {path.parent}: {', '.join(folders[-8:])}" if folders else f"; {path.parent} is empty"
 
 
-def _ask_hub(name: str, subject: str) -> None:
+def _require_on_hub(name: str, subject: str) -> None:
     """Raise ConfigError unless the hub has this model."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -94,7 +96,7 @@ def _ask_hub(name: str, subject: str) -> None:
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{subject}: no such folder, and not among the models fetched before (HF_HUB_OFFLINE is set)")
     try:
-        HfApi().model_info(name, timeout=HUB_S)
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError:
         raise ConfigError(f"{subject}: no such folder, and the hub has no such model, or not for you") from None
     except Exception as error:  # its clients raise their own kinds for every kind of network
@@ -118,16 +120,16 @@ def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
     return settings
 
 
-def read_context(folder: Path, subject: str) -> int:
+def read_context_length(folder: Path, subject: str) -> int:
     """The context length of a model in tokens, from its config.json; practically unlimited if that states none. Raises
     ConfigError. subject: names the model in messages."""
     return context_of(read_architecture(folder, subject))
 
 
-def format_context(architecture: Mapping[str, Any]) -> str:
+def format_context_length(architecture: Mapping[str, Any]) -> str:
     """Format a model's context length for messages, with the reason if it is less than the configuration states.
 
-    >>> format_context({"max_position_embeddings": 4096})
+    >>> format_context_length({"max_position_embeddings": 4096})
     '4096 tokens'
     """
     context, declared_context = context_of(architecture), architecture.get("max_position_embeddings")
@@ -137,7 +139,7 @@ def format_context(architecture: Mapping[str, Any]) -> str:
     return f"{context} tokens, not {declared_context}: {reason}"
 
 
-def vocabulary_of(path: str) -> int:
+def read_vocabulary_size(path: str) -> int:
     """Vocabulary size of a model on this machine; 0 if unknown. Raises ConfigError."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -146,16 +148,17 @@ def vocabulary_of(path: str) -> int:
     return size if isinstance(size, int) else 0
 
 
-def check_files(folder: Path, subject: str) -> None:
+def check_model_files(folder: Path, subject: str) -> None:
     """Raise ConfigError if transformers does not know a model's type, or its weights or tokenizer are missing or
     incomplete. Reads only headers."""
     architecture = read_architecture(folder, subject)
-    kind = architecture.get("model_type")
-    if isinstance(kind, str) and not _is_known_kind(kind):
+    model_type = architecture.get("model_type")
+    if isinstance(model_type, str) and not _is_known_type(model_type):
         raise ConfigError(
-            f"{subject}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
+            f"{subject}: its config.json says model_type = {model_type!r}, which the installed transformers does not "
+            "know"
         )
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{subject}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
     shards = list(_shards(folder, subject))
     if not shards and not any(folder.glob("*.bin")):
@@ -168,43 +171,43 @@ def check_attention(folder: Path, key: str) -> None:
     """Raise ConfigError if the transformers engine cannot batch a model. Its code in transformers, which is searched as
     text, must compute attention through the attention interface over the whole cache, or have no attention. key: the
     model's key in the job file and its value, for messages."""
-    kind = read_architecture(folder, key).get("model_type")
-    code = _code(kind) if isinstance(kind, str) else ""
+    model_type = read_architecture(folder, key).get("model_type")
+    code = _modeling_code(model_type) if isinstance(model_type, str) else ""
     why = ""
-    if code and ATTENTION_INTERFACE not in code and RECURRENT_STATE not in code:
+    if code and ATTENTION_INTERFACE not in code and RECURRENT_STATE_CALL not in code:
         why = "does not compute attention by transformers' interface"
-    elif kind in OWN_CACHE:
+    elif model_type in OWN_CACHE_TYPES:
         why = "computes with a cache of its own"
-    elif any(call in code for call in INDEXED_ATTENTION):
+    elif any(call in code for call in INDEXED_ATTENTION_CALLS):
         why = "attends to what an index of its own selects"
     if why:
         raise ConfigError(
-            f"{key}: a model of model_type = {kind!r} {why}, so the transformers engine cannot batch it; set "
+            f"{key}: a model of model_type = {model_type!r} {why}, so the transformers engine cannot batch it; set "
             'rollout.engine.name = "vllm", or choose another model'
         )
 
 
-def _code(kind: str) -> str:
+def _modeling_code(model_type: str) -> str:
     """The code of this model type in transformers; empty if it is not found."""
-    names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _model_lists()))
-    files = (_library() / "models" / name / f"modeling_{name}.py" for name in names)
+    names = (model_type.replace("-", "_"), *re.findall(rf'\("{re.escape(model_type)}", "(\w+)"\)', _model_lists()))
+    files = (_transformers_folder() / "models" / name / f"modeling_{name}.py" for name in names)
     return next((path.read_text("utf-8") for path in files if path.is_file()), "")
 
 
-def _is_known_kind(kind: str) -> bool:
-    """Whether transformers has a configuration for this kind of model; True if its list is not found. The list is
+def _is_known_type(model_type: str) -> bool:
+    """Whether transformers has a configuration for this type of model; True if its list is not found. The list is
     searched as text, because importing it takes seconds."""
     text = _model_lists()
-    return f'"{kind}"' in text or '"llama"' not in text
+    return f'"{model_type}"' in text or '"llama"' not in text
 
 
 def _model_lists() -> str:
     """Text of the files that list the kinds of models that transformers knows."""
-    paths = (_library() / "models" / "auto" / name for name in MODEL_LISTS)
+    paths = (_transformers_folder() / "models" / "auto" / name for name in MODEL_LIST_FILES)
     return "".join(path.read_text("utf-8") for path in paths if path.is_file())
 
 
-def _library() -> Path:
+def _transformers_folder() -> Path:
     """The folder of the installed transformers."""
     spec = importlib.util.find_spec("transformers")
     return Path(spec.origin).parent if spec is not None and spec.origin else Path("none")
@@ -231,7 +234,8 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
         file_bytes = HEADER_LENGTH.size + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{subject}: {path.name} cannot be read: {error}; copy the model again") from error
-    rows = vocabulary and next((v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDINGS)), vocabulary)
+    num_rows = (v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDING_NAME_ENDS))
+    rows = vocabulary and next(num_rows, vocabulary)
     if rows != vocabulary:
         raise ConfigError(
             f"{subject}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "

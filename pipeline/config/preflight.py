@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, local_gpus, model_files, size_plan, user_files
 from staleflow.pipeline.config.knob_tree import value_at
-from staleflow.pipeline.config.model_facts import check_lengths, check_teacher
+from staleflow.pipeline.config.model_facts import check_lengths, check_teacher_fits
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
@@ -65,11 +65,11 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
         stored_config, _ = user_files.with_copied_code(user_files.with_absolute_paths(config))
         header = actor_settings.run_header(stored_config)
         check_bucket(header.url, None if (config.run_dir / "store").exists() else header.job)
-    _check_steps(config)
+    _check_step_timeout(config)
     if config.emulated:
         _check_workload(config, runs_here=runs_here)
     if not config.has_texts:
-        user_files.check_strategies(config)
+        user_files.check_user_code(config)
         return []
     notes: list[str] = []
     for key, kind, path in user_files.data_files(config):
@@ -81,24 +81,24 @@ def check_job(config: RunConfig, *, runs_here: bool = True) -> list[str]:
             raise ConfigError(f"{key} = {file!r}: no such file")
     folder = _check_model(config, notes, runs_here=runs_here)
     _check_reference(config, folder, notes, runs_here=runs_here)
-    user_files.check_strategies(config)
+    user_files.check_user_code(config)
     if not runs_here and _needs_cluster_machine(config, notes):
         return notes
     for name, job in config.jobs_by_source.items():
         try:
-            _try_source(job, folder, notes, step_groups=0 if name else job.batch.groups_per_step)
+            _try_source(job, folder, notes, groups_per_step=0 if name else job.batch.groups_per_step)
         except ConfigError as error:
             message = user_files.with_row_names(str(error))
             raise ConfigError(f"task {name!r}: {message}" if name else message) from error
     return notes
 
 
-def _try_source(config: RunConfig, folder: Path | None, notes: list[str], step_groups: int) -> None:
-    """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError. step_groups:
-    groups that a step draws from it; 0 if unknown."""
+def _try_source(config: RunConfig, folder: Path | None, notes: list[str], groups_per_step: int) -> None:
+    """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError.
+    groups_per_step: groups that a step draws from it; 0 if unknown."""
     from staleflow.tasks.sources.examples import Examples
 
-    task, prompts = _first_prompt(config, folder, notes, step_groups)
+    task, prompts = _draw_first_prompt(config, folder, notes, groups_per_step)
     examples = actor_settings.example_settings(config, config.num_held_out_prompts)
     if examples is not None and prompts is not None:
         Examples(examples, prompts).rows(0)
@@ -118,7 +118,7 @@ def check_names(config: RunConfig) -> None:
     for key in (*CHECKED_PATH_KEYS, *user_files.code_keys_of(config)):
         if "\0" in (path := value_at(config, key)):
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
-        if (user_files.split_code(path)[1] or path).startswith("~"):
+        if (user_files.split_code_reference(path)[1] or path).startswith("~"):
             raise ConfigError(f"{key} = {path!r}: ~ is not replaced here, write the whole path")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
@@ -129,7 +129,7 @@ def check_names(config: RunConfig) -> None:
             )
 
 
-def _check_steps(config: RunConfig) -> None:
+def _check_step_timeout(config: RunConfig) -> None:
     """Check that a job with an environment does not count as stuck while it waits for a step of an environment."""
     time_scale = config.rollout.engine.time_scale
     step_timeout_s, stuck_s = config.environment.step_timeout_s / time_scale, config.deadlines.stuck_s
@@ -244,7 +244,7 @@ def _check_reference(config: RunConfig, model: Path | None, notes: list[str], *,
         policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
         check_same_tokens(subject, policy, reference)
     if config.teachers:
-        check_teacher(config, *(model_files.read_architecture(f, subject) for f in (model, folder)))
+        check_teacher_fits(config, *(model_files.read_architecture(f, subject) for f in (model, folder)))
         if config.teacher.engine.name == "transformers":
             model_files.check_attention(folder, subject)
 
@@ -252,7 +252,7 @@ def _check_reference(config: RunConfig, model: Path | None, notes: list[str], *,
 def _find_model(key: str, path: str, notes: list[str], *, runs_here: bool) -> Path | None:
     """Return a model's folder, if it is on this machine, and check that its files are whole. Raises ConfigError."""
     try:
-        folder = model_files.find_model(path, key)
+        folder = model_files.find_model_folder(path, key)
     except ConfigError as error:
         if runs_here:
             raise
@@ -261,7 +261,7 @@ def _find_model(key: str, path: str, notes: list[str], *, runs_here: bool) -> Pa
     if folder is None:
         notes.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
         return None
-    model_files.check_files(folder, f"{key} = {path!r}")
+    model_files.check_model_files(folder, f"{key} = {path!r}")
     return folder
 
 
@@ -275,7 +275,7 @@ def _needs_cluster_machine(config: RunConfig, notes: list[str]) -> bool:
         if key == "task.source" and config.task.sources:
             continue  # they replace it
         reference = value_at(config, key)
-        source, (_, module, _) = kind_of(reference), user_files.split_code(reference)
+        source, (_, module, _) = kind_of(reference), user_files.split_code_reference(reference)
         packages = () if source is None else source.packages
         if names_user_code(reference) and not module.endswith(".py") and (source is None or source.name_is_code):
             packages = (*packages, module.partition(".")[0])
@@ -285,8 +285,8 @@ def _needs_cluster_machine(config: RunConfig, notes: list[str]) -> bool:
     return False
 
 
-def _first_prompt(
-    config: RunConfig, folder: Path | None, notes: list[str], step_groups: int
+def _draw_first_prompt(
+    config: RunConfig, folder: Path | None, notes: list[str], groups_per_step: int
 ) -> tuple[Task, TokenizedPrompts | None]:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
     return the prompts too. notes: receives a line for a prompt that the model cannot read, and for each number of
@@ -296,7 +296,7 @@ def _first_prompt(
 
     if folder is None:
         return actor_settings.source_settings(config).build().task(0), None
-    context = model_files.read_context(folder, f"model.path = {config.model.path!r}")
+    context = model_files.read_context_length(folder, f"model.path = {config.model.path!r}")
     max_prompt_tokens = actor_settings.max_prompt_tokens(config, context)
     settings = actor_settings.prompt_settings(
         config, context, num_held_out=config.num_held_out_prompts, max_prompt_tokens=max_prompt_tokens
@@ -307,24 +307,25 @@ def _first_prompt(
     step_prompts = set()
     for number, task in itertools.chain([(0, first)], _draw_prompts(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
-            with raised_as(ConfigError, _locate_prompt(config, task, number), ConfigError):
+            with raised_as(ConfigError, _describe_prompt_location(config, task, number), ConfigError):
                 ids = prompts.encode(task)
             if task is first and (num_unknown := ids.count(tokenizer.unknown_id)):
                 notes.append(
-                    f"{_locate_prompt(config, task, number)}: {num_unknown} of its {len(ids)} tokens are unknown to "
-                    f"the model's tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                    f"{_describe_prompt_location(config, task, number)}: {num_unknown} of its {len(ids)} tokens are "
+                    "unknown to the model's tokenizer, which reads "
+                    f"{shown(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
-        if 0 <= number < step_groups:
+        if 0 <= number < groups_per_step:
             step_prompts.add(task.identity)
     if prompts.num_held_out is not None and prompts.num_held_out < config.task.eval_prompts:
         notes.append(
             f"task.eval_prompts = {config.task.eval_prompts}: only {prompts.num_held_out} rows are held out; each is "
             "evaluated once"
         )
-    if len(step_prompts) < step_groups <= number + 1:
+    if len(step_prompts) < groups_per_step <= number + 1:
         notes.append(
-            f"batch.groups_per_step = {step_groups}: {config.task.source} has only {len(step_prompts)} distinct "
-            f"training prompts; a step draws each about {step_groups / len(step_prompts):.1f} times"
+            f"batch.groups_per_step = {groups_per_step}: {config.task.source} has only {len(step_prompts)} distinct "
+            f"training prompts; a step draws each about {groups_per_step / len(step_prompts):.1f} times"
         )
     return first, prompts
 
@@ -365,10 +366,10 @@ def _draw_prompts(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tupl
         yield i, prompts.task(i)
 
 
-def _locate_prompt(config: RunConfig, task: Task, number: int) -> str:
+def _describe_prompt_location(config: RunConfig, task: Task, number: int) -> str:
     """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
     source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
-    kind, path = user_files.data_file(source)
+    kind, path = user_files.split_data_source(source)
     if kind == "jsonl" and path is not None:
         with path.open(encoding="utf-8-sig") as lines:
             for line_number, line in enumerate(lines, 1):

@@ -349,7 +349,7 @@ class RunConfig:
 
     def _with_source(self, task: MixedTaskConfig) -> RunConfig:
         function, environment = task.reward, self.environment
-        if _has_turns(task.source):  # it rewards its episodes itself, and has tools of its own
+        if _is_multi_turn(task.source):  # it rewards its episodes itself, and has tools of its own
             function, environment = function or "task", replace(environment, tools=[])
         return replace(
             self,
@@ -367,7 +367,7 @@ class RunConfig:
             return self.task.multi_turn == "yes"
         if self.environment.tools:
             return True
-        return any(_has_turns(task.source) for task in self.task.sources_by_name.values())
+        return any(_is_multi_turn(task.source) for task in self.task.sources_by_name.values())
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
@@ -439,12 +439,12 @@ class RunConfig:
         return (self.staleness.eta + 1) * self.groups_started_per_step * self.members_started_per_group
 
     @property
-    def concurrency(self) -> int:
+    def max_running_trajectories(self) -> int:
         """Maximum number of trajectories that all instances decode at once."""
         return self.rollout.instances * self.rollout.engine.max_running
 
 
-def _has_turns(source: str) -> bool:
+def _is_multi_turn(source: str) -> bool:
     """Whether an environment of many turns is behind a source; a user's file is loaded to know it."""
     if (kind := kind_of(source)) is not None:
         return kind.has_turns
@@ -461,11 +461,11 @@ DERIVED_VALUES = (
     "members_started_per_group",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",
-    "concurrency",
+    "max_running_trajectories",
 )
 
 
-def explain(config: RunConfig) -> list[ExplainedValue]:
+def explain_config(config: RunConfig) -> list[ExplainedValue]:
     """All values with their meaning and limits, then the derived numbers."""
     rows = explain_values(config)
     for name in DERIVED_VALUES:

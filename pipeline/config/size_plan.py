@@ -8,22 +8,24 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from staleflow.pipeline.config.knob_tree import toml_value, with_values
-from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
+from staleflow.pipeline.config.model_files import find_local_model, find_model_folder, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.placement.devices import GB, Device, Host, describe
+from staleflow.pipeline.placement.devices import GB, Device, Host, describe_devices
 from staleflow.pipeline.placement.placement import Role, RoleKind, Shortage, place, placement_text
 from staleflow.pipeline.sizing import memory
-from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, estimate_sample_s, make_plan, propose_split
+from staleflow.pipeline.sizing.plan import MemoryPlan, MemorySettings, estimate_sample_s, make_plan, propose_gpu_split
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights.retention import kept_versions
 from staleflow.tasks.emulation.workload import RandomWorkload
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
-NO_CHANGE = "no change of instances, dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
+NO_CHANGE_HELPS = (
+    "no change of instances, dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
+)
 
 
-def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
+def memory_settings(config: RunConfig, num_gpus: int) -> MemorySettings:
     """The values of a job that determine its memory. A response is counted with a prompt of workload.prompt_tokens. A
     teacher computes logits of all tokens of a pass."""
     training, teacher = config.training, config.teacher.engine
@@ -32,20 +34,20 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     teacher = dataclasses.replace(teacher, max_running=teacher.max_batch_tokens)
     reference = config.training.kl.reference or ("" if training.lora.rank else config.model.path)
     holds_reference = config.needs_reference and not config.teachers
-    return SizedJob(
+    return MemorySettings(
         training=dataclasses.replace(training, microbatch_tokens=pass_tokens),
         engine=config.rollout.engine,
         dtype=config.model.dtype,
         instances=config.rollout.instances,
         max_length=max_length,
         num_gpus=num_gpus,
-        has_own_gpus=num_gpus > 1,
+        has_separate_gpus=num_gpus > 1,
         takes_turns=config.shares_gpus,
-        start_s=config.deadlines.start_s,
-        reference=_shape(config, reference) if holds_reference else None,
+        start_limit_s=config.deadlines.start_s,
+        reference=_model_shape(config, reference) if holds_reference else None,
         teachers=len(config.teachers),
         teacher=teacher if config.teachers else None,
-        teacher_model=_shape(config, training.kl.reference or config.model.path) if config.teachers else None,
+        teacher_model=_model_shape(config, training.kl.reference or config.model.path) if config.teachers else None,
     )
 
 
@@ -53,55 +55,58 @@ def gpu_bytes(config: RunConfig) -> tuple[int, int, int]:
     """Bytes of GPU memory that a rank, an instance and a teacher of a job need. 0 if unknown: the model is not on this
     machine, or of a kind that is not sized. With the layout "turns" those of a rank and an instance include the CUDA
     context of the sleeping process."""
-    job, shape = sized_job(config, 2), _shape(config, config.model.path)
-    teacher_bytes = sum(job.teacher_parts.values())
+    job, shape = memory_settings(config, 2), _model_shape(config, config.model.path)
+    teacher_bytes = sum(job.teacher_bytes_by_use.values())
     if shape is None:
         return 0, 0, teacher_bytes
-    sleeping = memory.CONTEXT_BYTES if config.shares_gpus else 0
-    rank_bytes, instance_bytes = sum(job.trainer_parts(shape).values()), sum(job.engine_parts(shape).values())
-    return rank_bytes + sleeping, instance_bytes + sleeping, teacher_bytes
+    sleeping_bytes = memory.CUDA_CONTEXT_BYTES if config.shares_gpus else 0
+    rank_bytes = sum(job.trainer_bytes_by_use(shape).values())
+    instance_bytes = sum(job.engine_bytes_by_use(shape).values())
+    return rank_bytes + sleeping_bytes, instance_bytes + sleeping_bytes, teacher_bytes
 
 
-def _shape(config: RunConfig, path: str) -> memory.ModelShape | None:
+def _model_shape(config: RunConfig, path: str) -> memory.ModelShape | None:
     """The sizes of a job's model at `path`; None if its config.json is not on this machine, or is not one of a
     decoder."""
-    folder = local_model(path) if path and not config.emulated else None
+    folder = find_local_model(path) if path and not config.emulated else None
     try:
         return None if folder is None else memory.ModelShape.of(read_architecture(folder, path), "")
     except ConfigError:
         return None
 
 
-def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
+def describe_change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are
     large enough, or no such change is known. device_bytes: memory of the largest GPU."""
     rank_bytes, instance_bytes, teacher_bytes = gpu_bytes(config)
     is_shared = num_gpus == 1 and not config.shares_gpus
     all_bytes = rank_bytes + instance_bytes * config.rollout.instances + teacher_bytes * len(config.teachers)
     needed_bytes = all_bytes if is_shared else max(rank_bytes, instance_bytes, teacher_bytes)
-    shape = _shape(config, config.model.path)
+    shape = _model_shape(config, config.model.path)
     if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
-    plan = make_plan(shape, sized_job(config, num_gpus), device_bytes)
-    return f"it fits with {_changes(plan)}" if plan.changes else NO_CHANGE
+    plan = make_plan(shape, memory_settings(config, num_gpus), device_bytes)
+    return f"it fits with {_format_changes(plan)}" if plan.changes else NO_CHANGE_HELPS
 
 
-def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
+def gpu_split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     """One line that proposes how many GPUs instances and ranks should get, and why; empty for too few GPUs, in turns,
     and for recorded responses, which are in a store."""
     if config.shares_gpus or config.workload.kind == "recorded":
         return ""
-    job, shape = sized_job(config, num_gpus), _shape(config, config.model.path)
+    job, shape = memory_settings(config, num_gpus), _model_shape(config, config.model.path)
     powers = (2**power for power in range(11))
     num_ranks = (n for n in powers if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
-    responses, tokens, prompt_tokens = config.trajectories_per_step, mean_tokens(config), config.workload.prompt_tokens
+    responses, tokens, prompt_tokens = (
+        config.trajectories_per_step,
+        mean_response_tokens(config),
+        config.workload.prompt_tokens,
+    )
     batch_tokens = responses * (prompt_tokens + tokens)
     step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
-    sample_s = estimate_sample_s(
-        config.rollout.cost, job.engine, responses=responses, tokens=tokens, prompt_tokens=prompt_tokens
-    )
-    split = propose_split(
-        sample_s, step_s * config.training.ranks, num_gpus - job.teacher_gpus, memory.gpus_of(job.engine),
+    sample_s = estimate_sample_s(config.rollout.cost, job.engine, responses, tokens, prompt_tokens)
+    split = propose_gpu_split(
+        sample_s, step_s * config.training.ranks, num_gpus - job.num_teacher_gpus, memory.num_gpus_of(job.engine),
         next(num_ranks),
     )  # fmt: skip
     if split is None:
@@ -110,17 +115,17 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     return f"proposed for {num_gpus} GPUs: rollout.instances = {instances}, training.ranks = {ranks}: {reason}"
 
 
-def mean_tokens(config: RunConfig) -> float:
+def mean_response_tokens(config: RunConfig) -> float:
     """Mean length of a job's random responses."""
     return RandomWorkload(
         config.workload, members=config.batch.group_size, max_tokens=config.rollout.max_new_tokens, seed=config.seed
     ).mean_tokens
 
 
-def _rank_fits(shape: memory.ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
+def _rank_fits(shape: memory.ModelShape, job: MemorySettings, ranks: int, device_bytes: int) -> bool:
     job = with_values(job, {"training.ranks": ranks})
-    parts = job.trainer_parts(shape)
-    return not device_bytes or sum(parts.values()) <= device_bytes * (1 - memory.MARGIN)
+    parts = job.trainer_bytes_by_use(shape)
+    return not device_bytes or sum(parts.values()) <= device_bytes * (1 - memory.UNUSED_MEMORY_SHARE)
 
 
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
@@ -129,7 +134,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     label = f"model.path = {config.model.path!r}"
     if not config.model.path:
         raise ConfigError("--gpus: the job names no model: set model.path to a folder; its config.json has the sizes")
-    folder = find_model(config.model.path) if config.has_texts else None
+    folder = find_model_folder(config.model.path) if config.has_texts else None
     if folder is None:
         raise ConfigError(f"--gpus: {label} is not on this machine; its config.json has the sizes")
     devices = [device for host in hosts for device in host.devices]
@@ -138,19 +143,20 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
         raise ConfigError(
             "no GPU whose memory is known; `staleflow config explain JOB --gpus 8xH100-80` plans for others"
         )
-    job = sized_job(config, len(devices))
+    job = memory_settings(config, len(devices))
     model = memory.ModelShape.of(read_architecture(folder, label), label)
     plan = make_plan(model, job, min(sizes))
-    lines = [f"on {describe(devices)}: rollout.instances = {job.instances}, GPUs of each = "
-             f"{memory.gpus_of(job.engine)}, training.ranks = {job.training.ranks}", *memory_table(plan)]  # fmt: skip
+    lines = [f"on {describe_devices(devices)}: rollout.instances = {job.instances}, GPUs of each = "
+             f"{memory.num_gpus_of(job.engine)}, training.ranks = {job.training.ranks}",
+             *format_memory_table(plan)]  # fmt: skip
     if not config.training.lora.rank and (num_points := num_resume_points(config)):
         point_gb = memory.RESUME_POINT_BYTES * model.parameters / GB
         lines.append(f"disk, by the end: {num_points} resume points of {point_gb:.1f} GB, {num_points * point_gb:.1f}")
-    placement = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.shares_gpus)
+    placement = place(hosts, job_roles(config), may_share=len(devices) == 1, takes_turns=config.shares_gpus)
     lacks_gpus = isinstance(placement, Shortage)
-    lines += ["", placement.line if isinstance(placement, Shortage) else placement_text(hosts, placement.assignments)]
-    lines += ["", verdict(plan)]
-    if proposal := split_line(config, len(devices), min(sizes)):
+    placed = placement.message if isinstance(placement, Shortage) else placement_text(hosts, placement.assignments)
+    lines += ["", placed, "", format_verdict(plan)]
+    if proposal := gpu_split_line(config, len(devices), min(sizes)):
         lines.append(proposal)
     return "\n".join(lines), plan.changes == {} and not lacks_gpus
 
@@ -163,9 +169,10 @@ def num_resume_points(config: RunConfig) -> int:
     return len(kept_versions(range(every, config.steps + 1, every), keep_every))
 
 
-def memory_table(plan: MemoryPlan) -> list[str]:
+def format_memory_table(plan: MemoryPlan) -> list[str]:
     """The memory of a rank, of an instance and of a teacher by part, one line each, in GB."""
-    columns = {"rank": plan.trainer, "instance": plan.engine} | ({"teacher": plan.teacher} if plan.teacher else {})
+    columns = {"rank": plan.trainer_bytes, "instance": plan.engine_bytes}
+    columns |= {"teacher": plan.teacher_bytes} if plan.teacher_bytes else {}
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
     width = max(map(len, names))
 
@@ -178,21 +185,22 @@ def memory_table(plan: MemoryPlan) -> list[str]:
     total = "  ".join(f"{sum(parts.values()) / GB:10.1f}" for parts in columns.values())
     return [
         *lines,
-        f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({memory.MARGIN:.0%} are left free)",
+        f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({memory.UNUSED_MEMORY_SHARE:.0%} are left "
+        "free)",
     ]
 
 
-def verdict(plan: MemoryPlan) -> str:
+def format_verdict(plan: MemoryPlan) -> str:
     """Lines that say whether the job fits, or with which change, and how to use the remaining memory."""
     proposal = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:
-        return f"does not fit; {NO_CHANGE}"
+        return f"does not fit; {NO_CHANGE_HELPS}"
     if not plan.changes:
         return f"fits; proposed: {proposal}"
-    return f"does not fit; it does with {_changes(plan)}; then: {proposal}"
+    return f"does not fit; it does with {_format_changes(plan)}; then: {proposal}"
 
 
-def _changes(plan: MemoryPlan) -> str:
+def _format_changes(plan: MemoryPlan) -> str:
     return ", ".join(f"{key} = {toml_value(value)}" for key, value in (plan.changes or {}).items())
 
 
@@ -201,7 +209,7 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
     count = config.cluster.gpus
     if count > len(devices):
         remedy = f"{len(devices)} or less, or 0 for all" if devices else "0"
-        raise ConfigError(f"cluster.gpus = {count}: {THIS_MACHINE} has {describe(devices)}; set it to {remedy}")
+        raise ConfigError(f"cluster.gpus = {count}: {THIS_MACHINE} has {describe_devices(devices)}; set it to {remedy}")
     return tuple(devices[: count or len(devices)])
 
 
@@ -213,23 +221,25 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     if not devices:
         return {}, ""
     host = Host(name=THIS_MACHINE, devices=tuple(devices))
-    placement = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.shares_gpus)
+    placement = place(
+        [host], job_roles(config, *gpu_bytes(config)), may_share=len(devices) == 1, takes_turns=config.shares_gpus
+    )
     if isinstance(placement, Shortage):
         sizes = [device.memory_bytes for device in devices]
-        remedy = change_that_fits(config, len(devices), max(sizes)) or (
+        remedy = describe_change_that_fits(config, len(devices), max(sizes)) or (
             "lower rollout.instances, training.ranks or rollout.engine.tensor_parallel"
         )
-        raise ConfigError(f"cluster: the run {placement.line} on {THIS_MACHINE}; {remedy}")
-    visible = {device.uuid: device.visible for device in devices}
+        raise ConfigError(f"cluster: the run {placement.message} on {THIS_MACHINE}; {remedy}")
+    visible = {device.uuid: device.visible_id for device in devices}
     by_name = {
-        name: ",".join(visible[uuid] for uuid in assignment.devices)
+        name: ",".join(visible[uuid] for uuid in assignment.device_uuids)
         for name, assignment in placement.assignments.items()
     }
     text = placement_text([host], placement.assignments)
     num_idle = len(devices) - len(
-        {uuid for assignment in placement.assignments.values() for uuid in assignment.devices}
+        {uuid for assignment in placement.assignments.values() for uuid in assignment.device_uuids}
     )
-    if num_idle and (proposal := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
+    if num_idle and (proposal := gpu_split_line(config, len(devices), min(device.memory_bytes for device in devices))):
         text += f"\n{proposal}"
     return by_name, text
 
@@ -240,7 +250,7 @@ def uses_gpus(config: RunConfig) -> bool:
     return config.model.device != "cpu" and (not config.emulated or config.cluster.gpus > 0)
 
 
-def run_roles(
+def job_roles(
     config: RunConfig, rank_bytes: int = 0, instance_bytes: int = 0, teacher_bytes: int = 0
 ) -> tuple[Role, ...]:
     """The roles of a job, one per actor. rank_bytes, instance_bytes, teacher_bytes: memory of a rank, instance or
@@ -249,8 +259,8 @@ def run_roles(
     instances = [f"rollout-{number}" for number in range(config.rollout.instances)]
     heavy_roles = (
         (RoleKind.RANK, ranks, 1, rank_bytes),
-        (RoleKind.INSTANCE, instances, memory.gpus_of(config.rollout.engine), instance_bytes),
-        (RoleKind.TEACHER, config.teachers, memory.gpus_of(config.teacher.engine), teacher_bytes),
+        (RoleKind.INSTANCE, instances, memory.num_gpus_of(config.rollout.engine), instance_bytes),
+        (RoleKind.TEACHER, config.teachers, memory.num_gpus_of(config.teacher.engine), teacher_bytes),
     )
     reward_kind = RoleKind.ENVIRONMENT if config.has_environment else RoleKind.LIGHT
     return (

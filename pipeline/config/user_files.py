@@ -63,12 +63,12 @@ def code_keys_of(config: RunConfig) -> tuple[str, ...]:
     return (*CODE_KEYS, *reward_keys, *tool_keys, *set_keys, *source_keys)
 
 
-def scoring_keys(config: RunConfig) -> tuple[str, ...]:
+def scoring_code_keys(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of a job whose user code scores responses, or describes tools in their prompts."""
     return tuple(key for key in code_keys_of(config) if key.startswith(("task.", "reward.", "evaluation.", TOOLS_KEY)))
 
 
-def copied_keys(config: RunConfig) -> tuple[str, ...]:
+def copied_code_keys(config: RunConfig) -> tuple[str, ...]:
     """Return the keys of a job whose user code is copied into the run folder: rules, and code passed as Python
     objects."""
     return tuple(
@@ -88,7 +88,7 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
         if takes_rows(source):
             key = f"{source_key.removesuffix('source')}options"
             key, source = f"{key}.rows", str(value_at(config, key).get("rows", ""))
-        kind, path = data_file(source)
+        kind, path = split_data_source(source)
         if path is not None:
             yield key, kind, path
 
@@ -137,7 +137,7 @@ def takes_rows(source: str) -> bool:
     return kind is not None and kind.takes_rows
 
 
-def data_file(source: str) -> tuple[str, Path | None]:
+def split_data_source(source: str) -> tuple[str, Path | None]:
     """Split a task source into (kind, path) of its data set. No path: not a local file, such as a data set on the hub.
     Empty kind: not a data set."""
     kind, path = kind_of(source), Path(os.path.expanduser(source.partition(":")[2]))
@@ -146,7 +146,7 @@ def data_file(source: str) -> tuple[str, Path | None]:
     return kind.name, path if kind.name_is_path or path.exists() else None
 
 
-def split_code(reference: str) -> tuple[str, str, str]:
+def split_code_reference(reference: str) -> tuple[str, str, str]:
     """Split a reference to user code into (prefix, file or module, name). The prefix, such as `agent:` in
     agent:FILE.py:NAME, is empty except for task sources of a kind."""
     kind = kind_of(reference)
@@ -160,7 +160,7 @@ def with_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
-def check_strategies(config: RunConfig) -> None:
+def check_user_code(config: RunConfig) -> None:
     """Check the user code of a job's rules, losses, advantage and tracker by loading it. Raises ConfigError.
 
     Rules and losses are constructed; the advantage is computed on rewards of a batch's shape.
@@ -203,18 +203,18 @@ def collect_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[
         if file:
             prefix = key.split(".")[-2 if key in CODE_KEYS else 0] + "_"
             file_name = prefix + Path(file).name.removeprefix(prefix)
-            text = _read(config, key, Path(file))
+            text = _read_file_at(config, key, Path(file))
             while code.setdefault(file_name, text) != text:  # files of one name, from two folders
                 file_name = f"{prefix}{file_name}"
             config = _set_code_reference(config, key, file_name, name)
     for key, kind, path in data_files(config):
         if is_temporary(path):
-            code[path.name] = _read(config, key, path)
+            code[path.name] = _read_file_at(config, key, path)
             config = with_values(config, {key: f"{kind}:{path.name}"})
     return config, code
 
 
-def _read(config: RunConfig, key: str, path: Path) -> str:
+def _read_file_at(config: RunConfig, key: str, path: Path) -> str:
     """Read the file that a key of the job names. Raises ConfigError."""
     with raised_as(ConfigError, f"{key} = {value_at(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
         return path.read_text("utf-8")
@@ -235,7 +235,7 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
 def with_copied_code(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Return the job with references to its run folder's copies of code and rows, and their contents by name. Raises
     ConfigError for an unreadable file."""
-    config, code = collect_code(config, copied_keys(config))
+    config, code = collect_code(config, copied_code_keys(config))
     return with_code_in(config, config.run_dir / "code", code), code
 
 
@@ -247,16 +247,16 @@ def copied_path(folder: Path, name: str) -> Path:
 
 def _code_reference(config: RunConfig, key: str) -> tuple[str, str]:
     """Return the file of user code at a key, and the name within it; both empty if there is none."""
-    _, file, name = split_code(value_at(config, key))
+    _, file, name = split_code_reference(value_at(config, key))
     return (file, name) if file.endswith(".py") else ("", "")
 
 
 def _set_code_reference(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
     """Return the job with another file and name of user code at a key."""
-    return with_values(config, {key: f"{split_code(value_at(config, key))[0]}{file}:{name}"})
+    return with_values(config, {key: f"{split_code_reference(value_at(config, key))[0]}{file}:{name}"})
 
 
-def new_folder() -> Path:
+def new_temporary_folder() -> Path:
     """Create an empty folder in the temporary folder of this process. Raises OSError."""
     return Path(tempfile.mkdtemp(dir=_temporary_folder()))
 

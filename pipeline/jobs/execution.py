@@ -19,7 +19,7 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
-from staleflow.pipeline.config.model_facts import inspect_model, inspect_teacher
+from staleflow.pipeline.config.model_facts import check_teacher_models, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.forecasting import prepare_forecast, settings_digest
 from staleflow.pipeline.jobs.starts import StartRecorder
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How a run ended: finished or stopped. stopped: the reason; empty if it did all steps."""
+    """How a run ended: finished or stopped. stop_reason: why it was stopped; empty if it did all steps."""
 
     run_dir: Path
     summary: dict[str, object]
-    stopped: str
+    stop_reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class DriverTask:
     """A driver that runs as a Dask task on a worker of the cluster. The caller of `execute` has then locked the run
     folder, and reports how the job ended.
 
-    worker: address of the worker. job_id: id of the submitted job. security: Dask's security object for its
+    worker_address: that of the worker. job_id: id of the submitted job. security: Dask's security object for its
     connections.
     """
 
-    worker: str
+    worker_address: str
     job_id: str
     security: Any = None
 
@@ -84,14 +84,14 @@ async def execute(
         StaleflowError: The run failed; what is stored can be resumed.
     """
     from staleflow.pipeline.jobs.reporter import Reporter, capturing_warnings, write_record
-    from staleflow.pipeline.jobs.summary import write_report
+    from staleflow.pipeline.jobs.summary import write_summary
     from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
     facts = inspect_model(config)
     if config.teachers:
-        inspect_teacher(config)
+        check_teacher_models(config)
     config = user_files.with_absolute_paths(config)
-    user_files.check_strategies(config)
+    user_files.check_user_code(config)
     run_dir, job_digest = config.run_dir, settings_digest(config)
     async with contextlib.AsyncExitStack() as lock:
         if task is None:
@@ -111,7 +111,7 @@ async def execute(
             if task is None:
                 await write_record(run_dir, reporter.id, {"steps": config.steps}, [])  # replaces an earlier start's
             await _enter_registry(config, workers)
-            own_worker = "" if task is None else task.worker
+            own_worker = "" if task is None else task.worker_address
             if reason := await workers.wait_for_workers(config, listener.on_line, own_worker):
                 raise StoppedBeforeStart(reason)
             if workers.placement_text:
@@ -123,13 +123,15 @@ async def execute(
                 report = await _train(
                     config, actors, workers, reporter, listener, (fingerprints, input_changes), stop, resume=resume
                 )
-            end = RunEnd(run_dir=run_dir, summary=write_report(config, report, run_dir), stopped=report.stopped)
-            end_state = ("stopped" if end.stopped else "done"), end.stopped
+            end = RunEnd(run_dir=run_dir, summary=write_summary(config, report, run_dir), stop_reason=report.stopped)
+            end_state = ("stopped" if end.stop_reason else "done"), end.stop_reason
             return end
         except BaseException as error:
             has_failed = isinstance(error, Exception) and not isinstance(error, StoppedBeforeStart)
-            other = type(error).__name__ if has_failed else (stop.reason if stop is not None else "") or "interrupted"
-            end_state = ("failed" if has_failed else "stopped"), str(error) or other
+            fallback = (
+                type(error).__name__ if has_failed else (stop.reason if stop is not None else "") or "interrupted"
+            )
+            end_state = ("failed" if has_failed else "stopped"), str(error) or fallback
             raise
         finally:
             if stop is not None:
@@ -144,7 +146,7 @@ async def _enter_registry(config: RunConfig, workers: DaskWorkers) -> None:
     job_facts = {"id": workers.job, "name": config.name, "run_dir": str(config.run_dir), "steps": config.steps}
     client = workers.client
     with raised_as(ClusterLost, "cluster: the scheduler does not answer", OSError):
-        refuse_second_job(await job_registry.ask(client, "submit", **job_facts, by=str(client.id)))
+        refuse_second_job(await job_registry.ask(client, "submit", **job_facts, submitter=str(client.id)))
 
 
 @contextlib.asynccontextmanager

@@ -35,7 +35,7 @@ from staleflow.stores.errors import StaleflowError, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.workload import RecordedWorkload
 
-FILE = "forecast.json"
+FORECAST_FILE = "forecast.json"
 START_LIMIT_S = 10.0
 """Most seconds that a starting run simulates itself, while its processes start; `staleflow plan` has no limit."""
 MAX_SEED = 2**31
@@ -47,16 +47,16 @@ class ForecastTooSlow(StaleflowError):
 
 
 def make_forecast(
-    config: RunConfig, basis: str, job: str, limit_s: float = math.inf, stop: threading.Event | None = None
+    config: RunConfig, basis: str, job_digest: str, limit_s: float = math.inf, stop_event: threading.Event | None = None
 ) -> Forecast:
     """Forecast a run from simulations with seeds other than its own.
 
     Args:
         config: The job, with measured times; see `simulation.cost_error`.
         basis: The origin of these times, for display.
-        job: `settings_digest` of the job that will run.
+        job_digest: `settings_digest` of the job that will run.
         limit_s: Most seconds to simulate.
-        stop: Stops the simulations when it is set; None: nothing does.
+        stop_event: Stops the simulations when it is set; None: nothing does.
 
     Raises:
         ForecastTooSlow: The limit was reached, or the simulations were stopped.
@@ -65,7 +65,7 @@ def make_forecast(
     end_s = time.monotonic() + limit_s
 
     def check_time(*_: object) -> None:
-        if stop is not None and stop.is_set():
+        if stop_event is not None and stop_event.is_set():
             raise ForecastTooSlow("the run ended before its simulations")
         if time.monotonic() > end_s:
             raise ForecastTooSlow(
@@ -96,7 +96,7 @@ def make_forecast(
         agreement=agreement,
         memory_gb={role: num_bytes / GB for role, num_bytes in memory if num_bytes},
         basis=f"{NUM_SIMULATIONS} simulations with {basis} (decode steps within {config.simulation.cost_error:.1%})",
-        job=job,
+        job=job_digest,
     )
 
 
@@ -108,32 +108,33 @@ def settings_digest(config: RunConfig) -> str:
 
 def write_forecast(run_dir: Path, forecast: Forecast) -> None:
     """Store a forecast in a run's folder. Raises StoreError."""
-    replace_text(run_dir / FILE, json.dumps(CODEC.encode(forecast), indent=1) + "\n", DISK_REMEDY)
+    replace_text(run_dir / FORECAST_FILE, json.dumps(CODEC.encode(forecast), indent=1) + "\n", DISK_REMEDY)
 
 
 def read_forecast(run_dir: Path) -> Forecast | None:
     """Read the forecast of a run; None if there is none. Raises StoreError."""
-    return read_values(run_dir / FILE, Forecast, "remove it to continue without a forecast")
+    return read_values(run_dir / FORECAST_FILE, Forecast, "remove it to continue without a forecast")
 
 
-def prepare_forecast(config: RunConfig, job: str, stop: threading.Event | None = None) -> str:
+def prepare_forecast(config: RunConfig, job_digest: str, stop_event: threading.Event | None = None) -> str:
     """Make the forecast of a run that starts, unless it was planned: if its job has measured times.
 
     Args:
         config: The job.
-        job: Its `settings_digest`.
-        stop: As in `make_forecast`.
+        job_digest: Its `settings_digest`.
+        stop_event: As in `make_forecast`.
 
     Returns:
         A line for the user; empty if there is nothing to say.
     """
     try:
         planned = read_forecast(config.run_dir)
-        if planned is not None and planned.job == job:
+        if planned is not None and planned.job == job_digest:
             return ""
-        (config.run_dir / FILE).unlink(missing_ok=True)
+        (config.run_dir / FORECAST_FILE).unlink(missing_ok=True)
         if config.simulation.cost_error:
-            write_forecast(config.run_dir, make_forecast(config, "the times of its profile", job, START_LIMIT_S, stop))
+            forecast = make_forecast(config, "the times of its profile", job_digest, START_LIMIT_S, stop_event)
+            write_forecast(config.run_dir, forecast)
     except Exception as error:  # noqa: BLE001  of strategies, too; a run does not need its forecast
         return f"no forecast of this run: {error}"
     return "" if planned is None else "the forecast in the run's folder was for other settings, and was removed"

@@ -28,7 +28,7 @@ from distributed.core import Status
 from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S, ClusterAddress, client_security
 from staleflow.pipeline.cluster.gang import Needs
-from staleflow.pipeline.cluster.job_lookup import find, refuse_second_job, refuse_too_few_gpus
+from staleflow.pipeline.cluster.job_lookup import find_job, refuse_second_job, refuse_too_few_gpus
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 MAX_RESUMES = 3
 """Number of consecutive losses without a new step after which a driver still resumes."""
 
-STUCK_S = 40.0
+STUCK_LIMIT_S = 40.0
 """Seconds without a turn of the driver's event loop after which it writes the stacks of its threads. Less than
-driver_watch.LEASE_S, after which its worker is restarted."""
-STACKS = "job.stacks.txt"
+driver_watch.MIN_SILENCE_LIMIT_S, after which its worker is restarted."""
+STACKS_FILE = "job.stacks.txt"
 """File in the run folder for these stacks."""
 
 LOCK_RETRY_S = 0.5
@@ -71,28 +71,32 @@ def run_driver(submission: Submission) -> str:
     from staleflow.pipeline.jobs.execution import DriverTask
 
     worker = get_worker()
-    task = DriverTask(worker=worker.address, job_id=submission.id, security=client_security(worker.security))
+    task = DriverTask(worker_address=worker.address, job_id=submission.id, security=client_security(worker.security))
     secede()  # the task is long and computes little, so free the worker's thread
     return asyncio.run(
         _run_driver(submission, task, worker.scheduler.address, is_alive=lambda: worker.status is Status.running)
     )
 
 
-async def _run_driver(submission: Submission, task: DriverTask, scheduler: str, is_alive: Callable[[], bool]) -> str:
+async def _run_driver(
+    submission: Submission, task: DriverTask, scheduler_address: str, is_alive: Callable[[], bool]
+) -> str:
     from staleflow.pipeline.jobs import reporter
 
-    cluster = ClusterAddress(address=scheduler, security=task.security)
+    cluster = ClusterAddress(address=scheduler_address, security=task.security)
     async with cluster.open_client(within_s=BUSY_SCHEDULER_S) as client:
-        job = await find(client, submission.id)
+        job = await find_job(client, submission.id)
         if job["state"] in submitted_job.ENDED:
             return str(job["state"])
         # False if the job is queued or has other workers: Dask restarts a task on any worker.
-        if not await job_registry.ask(client, "begin", id=submission.id, address=task.worker, driver=client.id):
+        if not await job_registry.ask(
+            client, "begin", id=submission.id, address=task.worker_address, driver_client=client.id
+        ):
             raise Reschedule
         async with contextlib.AsyncExitStack() as lock:
             is_locked = False
             try:
-                config = configure_for_cluster(submission, scheduler)
+                config = configure_for_cluster(submission, scheduler_address)
                 await lock.enter_async_context(lock_for_job(config, submission))
                 is_locked = True
                 await reporter.write_record(config.run_dir, submission.id, job, [])  # replaces that of an earlier job
@@ -109,7 +113,7 @@ async def _run_driver(submission: Submission, task: DriverTask, scheduler: str, 
             if is_locked:
                 await reporter.record_state(job, state, reason)
         await reporter.report_state(client, job, state, reason)
-        await job_registry.ask(client, "end", id=submission.id)
+        await job_registry.ask(client, "release_workers", id=submission.id)
         return state
 
 
@@ -118,7 +122,7 @@ async def _run_to_end(config: RunConfig, submission: Submission, task: DriverTas
     if any."""
     if not (config.run_dir / "store").exists():  # the submitting machine could not check everything
         await asyncio.to_thread(check_job, config)
-    async with writing_stacks_if_stuck(config.run_dir / STACKS):
+    async with writing_stacks_if_stuck(config.run_dir / STACKS_FILE):
         return await _resume_to_end(config, submission, task, client)
 
 
@@ -136,7 +140,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
         num_steps = 0 if stored_run is None else stored_run.num_steps
         if stored_run is not None and stored_run.has_ended and num_steps >= config.steps:
             return "done", ""
-        if stop := (job := await find(client, submission.id))["stop"]:
+        if stop := (job := await find_job(client, submission.id))["stop"]:
             return "stopped", stop
         if num_steps > num_trained:
             num_trained, num_resumes = num_steps, 0
@@ -157,7 +161,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
             await reporter.record_state(*waiting)
             await reporter.report_state(client, *waiting)
             continue
-        return ("stopped", end.stopped) if end.stopped else ("done", "")
+        return ("stopped", end.stop_reason) if end.stop_reason else ("done", "")
 
 
 @contextlib.asynccontextmanager
@@ -183,9 +187,9 @@ async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterat
 
 @contextlib.asynccontextmanager
 async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
-    """Append the stacks of all threads to a file each time that the event loop does not run for STUCK_S. The process
-    is restarted then, and nothing else would say where it hung. Without the file, as on a full disk, nothing is
-    written."""
+    """Append the stacks of all threads to a file each time that the event loop does not run for STUCK_LIMIT_S. The
+    process is restarted then, and nothing else would say where it hung. Without the file, as on a full disk, nothing
+    is written."""
     try:
         opened_file = path.open("ab")
     except OSError as error:
@@ -198,8 +202,8 @@ async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
 
         async def postpone() -> None:
             while True:
-                faulthandler.dump_traceback_later(STUCK_S, file=file)
-                await asyncio.sleep(STUCK_S / 10)
+                faulthandler.dump_traceback_later(STUCK_LIMIT_S, file=file)
+                await asyncio.sleep(STUCK_LIMIT_S / 10)
 
         task = asyncio.ensure_future(postpone())
         try:
@@ -211,10 +215,10 @@ async def writing_stacks_if_stuck(path: Path) -> AsyncIterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def configure_for_cluster(submission: Submission, scheduler: str) -> RunConfig:
+def configure_for_cluster(submission: Submission, scheduler_address: str) -> RunConfig:
     """The submitted job with this cluster's address, and with its user code in the run folder."""
     tree = tomllib.loads(submission.job_toml)
-    tree["cluster"] |= {"kind": "address", "address": scheduler, "scheduler_file": ""}
+    tree["cluster"] |= {"kind": "address", "address": scheduler_address, "scheduler_file": ""}
     config = loading.from_tree(tree, submission.id)
     return with_code_in(config, config.run_dir / "code", submission.code)
 
@@ -229,10 +233,10 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     if resume:
         run_folder.refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
-    user_files.check_strategies(config)
+    user_files.check_user_code(config)
     config, code = collect_code(config)
     submission = Submission(id=id, job_toml=knob_tree.to_toml(config), code=code, resume=resume)
-    needs = Needs.from_config(config, driver=True)
+    needs = Needs.from_config(config, has_driver_worker=True)
     async with cluster.open_client() as client:
         await refuse_too_few_gpus(client, config)
         # The registry queues the job as soon as its task has reached the scheduler: nothing is left to do then.
@@ -243,9 +247,9 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
             name=config.name,
             run_dir=str(config.run_dir),
             steps=config.steps,
-            by=str(client.id),
+            submitter=str(client.id),
             needs=asdict(needs),
-            wait_s=config.deadlines.wait_s,
+            wait_limit_s=config.deadlines.wait_s,
         )
         refuse_second_job(other_job)
         # The task runs on no worker until the registry assigns workers to the job.

@@ -25,9 +25,9 @@ class ReplayResult:
     num_commands: int
     difference: str
     """Message: the first command that differs; empty if there is none."""
-    missing: str
+    missing_events: str
     """Message: what the run stored that its journals do not cover; empty if they cover everything."""
-    truncated: str
+    truncated_journals: str
     """Message: which journals end in the middle of a line, as the journal of a killed run may; empty if none does."""
     story: tuple[str, ...]
     """The events of the chosen trajectory, one line each."""
@@ -75,8 +75,8 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
         num_events=result.num_events,
         num_commands=result.num_commands,
         difference=difference,
-        missing="" if difference else missing or coverage.explain_missing(summary),
-        truncated="; ".join(truncated),
+        missing_events="" if difference else missing or coverage.explain_missing(summary),
+        truncated_journals="; ".join(truncated),
         story=tuple(story),
     )
 

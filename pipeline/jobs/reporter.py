@@ -28,9 +28,9 @@ from staleflow.stores.serialization import Codec
 
 logger = logging.getLogger(__name__)
 
-REPORT_S = 0.5
+REPORT_INTERVAL_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
-RECORD_S = 5.0
+RECORD_INTERVAL_S = 5.0
 """Seconds without news after which the record in the run folder is written again, as a sign of life."""
 MAX_DECISIONS = 30
 """Number of latest decisions in a report."""
@@ -52,12 +52,12 @@ class WarningHandler(logging.Handler):
 
 
 @contextlib.contextmanager
-def capturing_warnings(write: Callable[[str], object], thread: int | None = None) -> Iterator[None]:
-    """Context manager: calls `write` with the message of each logged warning. thread: ident of the only thread whose
+def capturing_warnings(write: Callable[[str], object], thread_id: int | None = None) -> Iterator[None]:
+    """Context manager: calls `write` with the message of each logged warning. thread_id: that of the only thread whose
     warnings count; None: those of all threads do."""
     handler, log = WarningHandler(write), logging.getLogger("staleflow")
-    if thread is not None:
-        handler.addFilter(lambda record: record.thread == thread)
+    if thread_id is not None:
+        handler.addFilter(lambda record: record.thread == thread_id)
     log.addHandler(handler)
     try:
         yield
@@ -119,7 +119,7 @@ class Reporter(RunListener):
             "fleet": report.instances_line,
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],
-            "limit": next(reversed(report.bottlenecks.values()), ""),
+            "bottleneck": next(reversed(report.bottlenecks.values()), ""),
             "evaluating": describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
             if is_evaluating
             else "",
@@ -145,7 +145,7 @@ class Reporter(RunListener):
                 await write_record(self._run_dir, self.id, {"stop": stop_reason}, [])
                 driver.stop(stop_reason)
                 return
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _exchange(self, driver: Driver, workers: DaskWorkers) -> str:
         """Report once, and retire or release the workers that the registry requests. Returns why the run must stop;
@@ -184,7 +184,7 @@ class Reporter(RunListener):
             steps, self._steps = self._steps, []
             status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
             now = asyncio.get_running_loop().time()
-            is_due = now - self._recorded_s >= RECORD_S or self._recorded_state != f"{state} {reason}"
+            is_due = now - self._recorded_s >= RECORD_INTERVAL_S or self._recorded_state != f"{state} {reason}"
             if lines or steps or is_due:
                 self._recorded_state, self._recorded_s = f"{state} {reason}", now
                 changes: dict[str, Any] = {"steps": self._num_steps, "state": state, "why": reason}

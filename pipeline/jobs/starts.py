@@ -52,7 +52,7 @@ class StartRecorder(RunListener):
 
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
         self._path = run_dir / STARTS
-        self._earlier_starts = read(run_dir)
+        self._earlier_starts = read_start_records(run_dir)
         self._start = Start(version)
         self._elapsed_s = elapsed_s
         self._written_counts = (0, 0)
@@ -94,7 +94,7 @@ class StartRecorder(RunListener):
             tmp_path.write_text(text, "utf-8")
 
 
-def read(run_dir: Path) -> list[Start]:
+def read_start_records(run_dir: Path) -> list[Start]:
     """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
     return read_values(run_dir / STARTS, list[Start], "remove it to continue without earlier losses") or []
 
@@ -102,7 +102,7 @@ def read(run_dir: Path) -> list[Start]:
 def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:
     """The report of a run's latest start, with losses, alarms, commands and seconds of all starts. Raises
     StoreError."""
-    starts = read(run_dir)
+    starts = read_start_records(run_dir)
     return replace(
         report,
         losses=[loss for start in starts for loss in start.losses],

@@ -11,7 +11,7 @@ from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.forecasting import compare_forecast
-from staleflow.pipeline.jobs.starts import read, sum_over_starts
+from staleflow.pipeline.jobs.starts import read_start_records, sum_over_starts
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, group_by_set
 from staleflow.pipeline.runtime.run_report import RunReport
@@ -40,10 +40,10 @@ LENGTH_LINES = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1
 """Metrics that summary.png draws in one plot, with the colour and width of each line."""
 
 
-def write_report(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, object]:
+def write_summary(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, object]:
     """Write summary.json and, if there are steps, summary.png into the run folder; returns the summary."""
     summary = summarize(config, sum_over_starts(report, run_dir), run_dir)
-    summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
+    summary["starts"] = [{"version": start.version, "end": start.end} for start in read_start_records(run_dir)]
     if report.diagnosis is not None:
         summary["diagnosis"] = make_diagnosis_entry(report.diagnosis, run_dir)
     cause = "" if report.diagnosis is None else report.diagnosis.cause.value
@@ -148,7 +148,7 @@ def make_diagnosis_entry(diagnosis: Diagnosis, run_dir: Path) -> dict[str, Any]:
 
 
 def format_step(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:
-    """Format a training step as one line. bottleneck: `Diagnosis.short`."""
+    """Format a training step as one line. bottleneck: `Diagnosis.short_line`."""
     failures = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
     details = (
@@ -182,8 +182,8 @@ def draw_summary(config: RunConfig, report: RunReport, path: Path) -> None:
     steps = report.steps
     x = [s["step"] for s in steps]
     figure = Figure(figsize=(11, 6.4))  # a constrained layout would draw everything twice
-    place = {"left": 0.05, "right": 0.99, "bottom": 0.07, "top": 0.89, "wspace": 0.17, "hspace": 0.34}
-    axes = figure.subplots(2, 2, gridspec_kw=place)
+    margins = {"left": 0.05, "right": 0.99, "bottom": 0.07, "top": 0.89, "wspace": 0.17, "hspace": 0.34}
+    axes = figure.subplots(2, 2, gridspec_kw=margins)
     title = f"{config.name}: eta {config.staleness.eta}, {config.staleness.admission.name}, {len(steps)} steps"
     figure.suptitle(title, fontsize=12)
 

@@ -10,8 +10,8 @@ from staleflow.stores.errors import ConfigError
 
 GB = 10**9
 """Bytes of the gigabyte in which GPUs are sold and described here."""
-FORM = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.]*)-(?P<memory_gb>\d+)")
-EXAMPLES = "8xH100-80, 2x8xH100-80 (two hosts of eight), 4xH100-80+4xH200-141"
+FLEET_PART = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.]*)-(?P<memory_gb>\d+)")
+FLEET_EXAMPLES = "8xH100-80, 2x8xH100-80 (two hosts of eight), 4xH100-80+4xH200-141"
 MAX_DEVICES = 100_000
 """GPUs of a fleet beyond which a number is a slip."""
 
@@ -19,17 +19,17 @@ MAX_DEVICES = 100_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """A GPU, or a MIG slice of one. Devices of one host with the same link_domain access each other's memory directly.
-    numa: NUMA node of the device."""
+    numa_node: NUMA node of the device."""
 
     uuid: str
     """The same under whatever number a process sees it."""
-    visible: str
+    visible_id: str
     """What CUDA_VISIBLE_DEVICES has to say for it, in PCI order."""
     model: str = ""
     memory_bytes: int = 0
     """0: unknown, any role fits."""
     link_domain: str = ""
-    numa: int = 0
+    numa_node: int = 0
 
     @property
     def memory_gb(self) -> int:
@@ -38,12 +38,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A worker process that can have one role. devices: UUIDs of the GPUs that it sees, in its order. kinds: values of
+    """A worker process that can have one role. device_uuids: the GPUs that it sees, in its order. role_kinds: values of
     the role kinds that it may have; None: all."""
 
     name: str
-    devices: tuple[str, ...] = ()
-    kinds: frozenset[str] | None = None
+    device_uuids: tuple[str, ...] = ()
+    role_kinds: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,9 @@ def parse_fleet(text: str) -> tuple[Host, ...]:
     """
     hosts: list[Host] = []
     for part in text.split("+"):
-        match = FORM.fullmatch(part.strip())
+        match = FLEET_PART.fullmatch(part.strip())
         if match is None or not int(match["count"]) or match["hosts"] == "0":
-            raise ConfigError(f"--gpus {text}: {part.strip()!r} is not GPUs; write them as {EXAMPLES}")
+            raise ConfigError(f"--gpus {text}: {part.strip()!r} is not GPUs; write them as {FLEET_EXAMPLES}")
         num_hosts, count = int(match["hosts"] or 1), int(match["count"])
         if num_hosts * count > MAX_DEVICES:
             raise ConfigError(f"--gpus {text}: {num_hosts * count} GPUs; it must be at most {MAX_DEVICES}")
@@ -82,18 +82,18 @@ def uniform_host(name: str, count: int, model: str, memory_gb: int) -> Host:
         devices=tuple(
             Device(
                 uuid=f"{name}/{number}",
-                visible=str(number),
+                visible_id=str(number),
                 model=model,
                 memory_bytes=memory_gb * GB,
                 link_domain="nvlink",
-                numa=2 * number // count,
+                numa_node=2 * number // count,
             )
             for number in range(count)
         ),
     )
 
 
-def describe(devices: Iterable[Device]) -> str:
+def describe_devices(devices: Iterable[Device]) -> str:
     """Counts of GPUs by kind, such as `4 x H100 80 GB, 4 x H200 141 GB`; `no GPU` if there are none."""
     counts: dict[str, int] = {}
     for device in devices:

@@ -24,15 +24,15 @@ from staleflow.pipeline.cluster import job_registry, submitted_job
 from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
 from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, ROLLOUT, Needs
 from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
-from staleflow.pipeline.cluster.plugin import ensure
-from staleflow.pipeline.config.local_gpus import read_devices, use_devices
+from staleflow.pipeline.cluster.plugin import ensure_job_registry
+from staleflow.pipeline.config.local_gpus import read_devices, restrict_devices
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.size_plan import place_locally
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.background import run_to_end
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor
-from staleflow.pipeline.sizing.memory import gpus_of
+from staleflow.pipeline.sizing.memory import num_gpus_of
 from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
@@ -151,10 +151,10 @@ class DaskWorkers:
             # A replacement gets the GPUs of the lost instance.
             visible = self.visible.get(name.partition(".")[0])
             if self.on_gpus:
-                visible = (await self._ask("visible_devices", id=self.job)).get(address, "")
+                visible = (await self._ask("cuda_visible_devices", id=self.job)).get(address, "")
             async with asyncio.timeout(self.start_s):
                 if visible is not None:
-                    await self.client.run(use_devices, visible, workers=[address])
+                    await self.client.run(restrict_devices, visible, workers=[address])
                     logger.debug("%s has GPUs %s", name, visible or "none")
                 self.generation += 1  # part of the key, which cannot be reused while a future of the lost actor exists
                 future = self.client.submit(
@@ -265,8 +265,8 @@ class DaskWorkers:
             if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
                 return False
         if self.on_gpus:
-            claim = {"id": self.job, "role": ROLLOUT, "avoid": list(self.lost), "dry_run": True}
-            return bool(await self._ask("claim_gpus", **claim))
+            claim = {"id": self.job, "role": ROLLOUT, "avoided_workers": list(self.lost), "dry_run": True}
+            return bool(await self._ask("claim_gpu_worker", **claim))
         async with self.choose_lock:
             workers = await self._workers()
             roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
@@ -292,8 +292,8 @@ class DaskWorkers:
         if role in EXCLUSIVE_ROLES:
             candidates = [(a, w) for a, w in candidates if not self.roles_by_worker.get(str(w["name"]))]
             if self.on_gpus and not candidates:
-                claim = {"id": self.job, "role": role, "avoid": list(self.lost)}
-                address = await self._ask("claim_gpus", **claim)
+                claim = {"id": self.job, "role": role, "avoided_workers": list(self.lost)}
+                address = await self._ask("claim_gpu_worker", **claim)
                 candidates = [(a, w) for a, w in workers.items() if a == address]
                 if not candidates:
                     return None
@@ -343,13 +343,13 @@ class DaskWorkers:
             return ""
         self.own_worker = own_worker
         if not own_worker:
-            needs = Needs.from_config(config, driver=False)
+            needs = Needs.from_config(config, has_driver_worker=False)
             await self._ask(
-                "queue",
+                "enqueue",
                 id=self.job,
                 needs=asdict(needs),
-                wait_s=config.deadlines.wait_s,
-                driver=str(self.client.id),
+                wait_limit_s=config.deadlines.wait_s,
+                driver_client=str(self.client.id),
             )
         announced_reason = ""
         while await self._identity(0) and not (job := await self._ask("check_admission", id=self.job))["admitted"]:
@@ -392,7 +392,7 @@ class DaskWorkers:
 
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
-        unavailable = await self._ask("unavailable", owner=self.job) if self.shared else []
+        unavailable = await self._ask("unavailable", id=self.job) if self.shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in unavailable}
 
     async def close(self) -> None:
@@ -403,7 +403,7 @@ class DaskWorkers:
             self.release_light_actor(name)
         if self.shared and not self.own_worker:  # else the driver releases its workers itself
             with contextlib.suppress(Exception):
-                await job_registry.ask(self.client, "end", id=self.job)
+                await job_registry.ask(self.client, "release_workers", id=self.job)
         with contextlib.suppress(Exception):
             await self.client.close()
         if self.local is not None:
@@ -441,11 +441,11 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             cluster.threads,
             local_cluster.modules_to_preload(emulated=config.emulated),
             dashboard=cluster.dashboard,
-            may_have_children=max(gpus_of(config.rollout.engine), gpus_of(config.teacher.engine)) > 1,
+            may_have_children=max(num_gpus_of(config.rollout.engine), num_gpus_of(config.teacher.engine)) > 1,
         )
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)
-            await ensure(client)
+            await ensure_job_registry(client)
         except BaseException:
             await run_to_end(local.close())
             raise

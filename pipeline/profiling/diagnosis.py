@@ -19,20 +19,21 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from staleflow.pipeline.config.factories import cost_at, ledger_eta
+from staleflow.pipeline.config.factories import cost_model_at, ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_samples import DraftStats
 from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, find_slow_instances, sum_steps
 from staleflow.tasks.emulation.cost_model import CostModel
 
-SMALL_SHARE = 0.1
-"""Share of the time that the trainer may wait before a change is advised: about the cost of single long responses."""
-MAIN_SHARE = 0.5
+NEGLIGIBLE_SHARE = 0.1
+"""Share of the time that the trainer may wait, and share of environment slots that may be missing, before a change is
+advised: about the cost of single long responses."""
+MIN_BOTTLENECK_SHARE = 0.5
 """Minimum share of the waiting time that makes an activity the bottleneck."""
 MIN_WINDOW_STEPS = 5
 """Number of latest steps in the diagnosis of a running job, if eta + 1 are fewer."""
-SAFETY_FACTOR = 1.5
+REQUIRED_SAMPLING_FACTOR = 1.5
 """Factor on the sampling that `num_instances_needed` requires, because it assumes full instances and the bound leaves
 gaps."""
 
@@ -53,18 +54,18 @@ class Cause(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobCosts:
+class JobSpeed:
     """A job, and what determines the speed of its instances.
 
     Args:
         cost_model: Cost model of a decode step.
-        acceptance: Acceptance rate of draft tokens.
+        acceptance_rate: Acceptance rate of draft tokens.
         is_fitted: Whether `cost_model` was fitted to this run; otherwise only ratios of its times are used.
     """
 
     config: RunConfig
     cost_model: CostModel
-    acceptance: float
+    acceptance_rate: float
     is_fitted: bool = False
 
     @property
@@ -75,7 +76,7 @@ class JobCosts:
     def token_s(self, running: float, kv_tokens: float) -> float:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
-        cost = cost_at(self.cost_model, self.config.rollout.engine.speculation, self.acceptance, num_running)
+        cost = cost_model_at(self.cost_model, self.config.rollout.engine.speculation, self.acceptance_rate, num_running)
         return cost.mean_step_s(running, kv_tokens)
 
 
@@ -84,17 +85,17 @@ def max_versions_behind(config: RunConfig) -> int:
     return config.staleness.admission.max_versions_behind(ledger_eta(config))
 
 
-def make_job_costs(
+def make_job_speed(
     config: RunConfig, fit: CostModelFit | None = None, draft_stats: DraftStats | None = None
-) -> JobCosts:
-    """Build the `JobCosts` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
+) -> JobSpeed:
+    """Build the `JobSpeed` of a job. fit: cost model fitted to the job's run, if there is one. draft_stats: draft
     statistics of that run."""
     draft_stats = draft_stats or DraftStats()
-    acceptance = draft_stats.acceptance
-    return JobCosts(
+    acceptance_rate = draft_stats.acceptance_rate
+    return JobSpeed(
         config=config,
-        cost_model=config.rollout.cost if fit is None else draft_stats.cost_model(fit.model),
-        acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
+        cost_model=config.rollout.cost if fit is None else draft_stats.scale_cost_model(fit.model),
+        acceptance_rate=config.workload.acceptance_rate if acceptance_rate is None else acceptance_rate,
         is_fitted=fit is not None,
     )
 
@@ -123,20 +124,20 @@ class Diagnosis:
         return f"{self.finding}: {self.advice}"
 
     @property
-    def short(self) -> str:
+    def short_line(self) -> str:
         """Short form, for the printed line of a training step."""
         activity = "busy" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "idle"
         return f"bottleneck: {self.cause.value} (trainer {activity} {self.share:.0%})"
 
 
-def diagnose(times: StepTimes, costs: JobCosts) -> Diagnosis | None:
+def diagnose(times: StepTimes, job_speed: JobSpeed) -> Diagnosis | None:
     """Find the bottleneck from the sum of several steps; None without steps."""
     if not times.num_steps or not times.total_s:
         return None
     share = times.waiting.total_s / times.total_s
-    if share < SMALL_SHARE:
-        return _diagnose_trainer(1 - share, num_instances_needed(times, costs), costs.config.rollout.instances)
-    return _diagnose_waiting(times, costs, share)
+    if share < NEGLIGIBLE_SHARE:
+        return _diagnose_trainer(1 - share, num_instances_needed(times, job_speed), job_speed.config.rollout.instances)
+    return _diagnose_waiting(times, job_speed, share)
 
 
 def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
@@ -145,17 +146,17 @@ def sum_recent_steps(step_times: Sequence[StepTimes], eta: int) -> StepTimes:
     return sum_steps(step_times[max(1, len(step_times) - max(eta + 1, MIN_WINDOW_STEPS)) :] or step_times)
 
 
-def _diagnose_waiting(times: StepTimes, costs: JobCosts, share: float) -> Diagnosis:
-    diagnosis, rollout = partial(Diagnosis, share=share), costs.config.rollout
+def _diagnose_waiting(times: StepTimes, job_speed: JobSpeed, share: float) -> Diagnosis:
+    diagnosis, rollout = partial(Diagnosis, share=share), job_speed.config.rollout
     waiting_times, waits = times.waiting, f"the trainer waits {share:.0%} of the time"
-    if waiting_times.share(waiting_times.scoring_s) >= MAIN_SHARE:
+    if waiting_times.share_of(waiting_times.scoring_s) >= MIN_BOTTLENECK_SHARE:
         return diagnosis(
             cause=Cause.REWARD,
-            finding=f"{waits}, {waiting_times.share(waiting_times.scoring_s):.0%} of that for rewards",
+            finding=f"{waits}, {waiting_times.share_of(waiting_times.scoring_s):.0%} of that for rewards",
             advice="make the reward function faster, or raise reward.workers",
         )
-    if waiting_times.share(waiting_times.environment_s) >= MAIN_SHARE:
-        return _diagnose_environment(waiting_times, costs, share)
+    if waiting_times.share_of(waiting_times.environment_s) >= MIN_BOTTLENECK_SHARE:
+        return _diagnose_environment(waiting_times, job_speed, share)
     slow_names, factor = find_slow_instances(times.speeds)
     if slow_names:
         names = f"{slow_names[0]} takes" if len(slow_names) == 1 else f"{', '.join(slow_names)} take"
@@ -165,23 +166,23 @@ def _diagnose_waiting(times: StepTimes, costs: JobCosts, share: float) -> Diagno
             advice="check what else runs on that machine, or leave it out",
             change=(("simulation.straggler_share", 0.0),),
         )
-    if waiting_times.share(waiting_times.pull_s) >= MAIN_SHARE:
+    if waiting_times.share_of(waiting_times.pull_s) >= MIN_BOTTLENECK_SHARE:
         return diagnosis(
             cause=Cause.WEIGHTS,
-            finding=f"{waits}, and instances load weights {waiting_times.share(waiting_times.pull_s):.0%} of that",
+            finding=f"{waits}, and instances load weights {waiting_times.share_of(waiting_times.pull_s):.0%} of that",
             advice="take larger steps (batch.groups_per_step), publish bfloat16 instead of float32 (model.dtype), or "
             "use a faster network if there are several hosts",
         )
-    runs = f"instances run {waiting_times.running:.0f} of {rollout.engine.max_running}"
-    if waiting_times.share(waiting_times.out_of_memory_s) >= MAIN_SHARE:
+    runs = f"instances run {waiting_times.mean_running:.0f} of {rollout.engine.max_running}"
+    if waiting_times.share_of(waiting_times.out_of_memory_s) >= MIN_BOTTLENECK_SHARE:
         return diagnosis(
             cause=Cause.KV_MEMORY,
             finding=f"{waits}, and KV memory is full ({runs})",
             advice=f"raise rollout.engine.kv_tokens above {rollout.engine.kv_tokens}",
             change=(("rollout.engine.kv_tokens", 2 * rollout.engine.kv_tokens),),
         )
-    instance_gain, version_gain = compute_sampling_gains(waiting_times, costs)
-    admission = costs.config.staleness.admission
+    instance_gain, version_gain = compute_sampling_gains(waiting_times, job_speed)
+    admission = job_speed.config.staleness.admission
     if instance_gain >= version_gain or not admission.keeps_bound:
         return diagnosis(
             cause=Cause.FEW_INSTANCES,
@@ -196,24 +197,23 @@ def _diagnose_waiting(times: StepTimes, costs: JobCosts, share: float) -> Diagno
     return diagnosis(
         cause=Cause.BOUND,
         finding=finding,
-        advice=f"fewer instances, or one more version of staleness (staleness.eta = {costs.eta + 1})",
-        change=(("staleness.eta", costs.eta + 1),),
+        advice=f"fewer instances, or one more version of staleness (staleness.eta = {job_speed.eta + 1})",
+        change=(("staleness.eta", job_speed.eta + 1),),
     )
 
 
-def _diagnose_environment(waiting_times: PeriodTimes, costs: JobCosts, share: float) -> Diagnosis:
+def _diagnose_environment(waiting_times: PeriodTimes, job_speed: JobSpeed, share: float) -> Diagnosis:
     """Diagnose a run whose trainer waits for environments: for their steps, or for free slots on their hosts."""
-    environment = costs.config.environment
+    environment = job_speed.config.environment
     num_slots = environment.hosts * environment.concurrency
-    waits = (
-        f"the trainer waits {share:.0%} of the time, {waiting_times.share(waiting_times.environment_s):.0%} of that for"
-    )
-    if waiting_times.num_in_environment > (1 + SMALL_SHARE) * num_slots:
-        slots_per_host = math.ceil(waiting_times.num_in_environment / environment.hosts)
+    environment_share = waiting_times.share_of(waiting_times.environment_s)
+    waits = f"the trainer waits {share:.0%} of the time, {environment_share:.0%} of that for"
+    if waiting_times.mean_in_environment > (1 + NEGLIGIBLE_SHARE) * num_slots:
+        slots_per_host = math.ceil(waiting_times.mean_in_environment / environment.hosts)
         return Diagnosis(
             cause=Cause.ENVIRONMENT_SLOTS,
             share=share,
-            finding=f"{waits} slots on environment hosts ({waiting_times.num_in_environment:.0f} needed, "
+            finding=f"{waits} slots on environment hosts ({waiting_times.mean_in_environment:.0f} needed, "
             f"of {num_slots})",
             advice=f"raise environment.concurrency to {slots_per_host} while the hosts' machines have room, or "
             f"environment.hosts above {environment.hosts}",
@@ -222,7 +222,7 @@ def _diagnose_environment(waiting_times: PeriodTimes, costs: JobCosts, share: fl
     return Diagnosis(
         cause=Cause.ENVIRONMENT,
         share=share,
-        finding=f"{waits} environments ({waiting_times.num_in_environment:.0f} in steps, {num_slots} slots)",
+        finding=f"{waits} environments ({waiting_times.mean_in_environment:.0f} in steps, {num_slots} slots)",
         advice="make the environment faster, or start more (batch.extra_groups)",
     )
 
@@ -247,37 +247,37 @@ def _diagnose_trainer(share: float, num_needed: int, num_instances: int) -> Diag
     )
 
 
-def compute_sampling_gains(waiting_times: PeriodTimes, costs: JobCosts) -> tuple[float, float]:
+def compute_sampling_gains(waiting_times: PeriodTimes, job_speed: JobSpeed) -> tuple[float, float]:
     """Factors on the sampling rate: of one more instance, and of one more version of staleness."""
-    num_instances, running = costs.config.rollout.instances, max(waiting_times.running, 1e-9)
-    kv_tokens_each = waiting_times.kv_tokens / running
+    num_instances, running = job_speed.config.rollout.instances, max(waiting_times.mean_running, 1e-9)
+    kv_tokens_each = waiting_times.mean_kv_tokens / running
 
     def token_s(n: float) -> float:
-        return costs.token_s(n, n * kv_tokens_each)
+        return job_speed.token_s(n, n * kv_tokens_each)
 
-    free_share = 1 - waiting_times.share(waiting_times.at_max_running_s + waiting_times.out_of_memory_s)
+    free_share = 1 - waiting_times.share_of(waiting_times.at_max_running_s + waiting_times.out_of_memory_s)
     instance_gain = token_s(running) / token_s(running * num_instances / (num_instances + 1))
-    growth = (costs.eta + 2) / (costs.eta + 1)
+    growth = (job_speed.eta + 2) / (job_speed.eta + 1)
     version_gain = growth * token_s(running) / token_s(running * growth)
     return 1 + free_share * (instance_gain - 1) + (1 - free_share) / num_instances, 1 + free_share * (version_gain - 1)
 
 
-def num_instances_needed(times: StepTimes, costs: JobCosts) -> int:
+def num_instances_needed(times: StepTimes, job_speed: JobSpeed) -> int:
     """Minimum number of instances that sample as much as the run did in the same time, weight loads excluded, if each
     is as full as its limits and the bound allow. Trajectories in environments count as running on an instance."""
-    config, engine = costs.config, costs.config.rollout.engine
+    config, engine = job_speed.config, job_speed.config.rollout.engine
     trajectory_seconds = times.waiting.trajectory_seconds + times.training.trajectory_seconds
     kv_token_seconds = times.waiting.kv_token_seconds + times.training.kv_token_seconds
     kv_tokens_each = kv_token_seconds / trajectory_seconds if trajectory_seconds else 0.0
     max_running = min(engine.max_running, engine.kv_tokens / kv_tokens_each if kv_tokens_each else math.inf)
     measured_s = sum(s.measured_s for s in times.speeds.values())
     expected_s = sum(s.expected_s for s in times.speeds.values())
-    slowdown = measured_s / expected_s if expected_s and not costs.is_fitted else 1.0
+    slowdown = measured_s / expected_s if expected_s and not job_speed.is_fitted else 1.0
     sampling_s = times.total_s - times.waiting.pull_s - times.training.pull_s
-    in_flight = (costs.eta + 1) * config.groups_started_per_step * config.members_started_per_group
+    in_flight = (job_speed.eta + 1) * config.groups_started_per_step * config.members_started_per_group
     for count in range(1, config.rollout.instances):
         n = max(1.0, min(max_running, in_flight / count))
-        token_s = costs.token_s(n, n * kv_tokens_each) * slowdown
-        if count * n / token_s * sampling_s >= SAFETY_FACTOR * times.tokens:
+        token_s = job_speed.token_s(n, n * kv_tokens_each) * slowdown
+        if count * n / token_s * sampling_s >= REQUIRED_SAMPLING_FACTOR * times.num_tokens:
             return count
     return config.rollout.instances

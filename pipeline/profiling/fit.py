@@ -59,19 +59,19 @@ class CostModelFit:
     num_points: int
     error_median: float
     error_p90: float
-    running: tuple[int, int]
+    running_range: tuple[int, int]
     """Smallest and largest measured number of running trajectories; beyond them the model extrapolates."""
-    kv_tokens: tuple[float, float]
+    kv_tokens_range: tuple[float, float]
     delay_s: float = 0.0
     """Seconds that messages add to a response, on its way to the instance and back."""
 
     def ratio_to(self, model: CostModel) -> float:
         """Ratio of a decode step's time by this fit to that of `model`, in the middle of the measured range."""
-        running, kv_tokens = sum(self.running) / 2, sum(self.kv_tokens) / 2
+        running, kv_tokens = sum(self.running_range) / 2, sum(self.kv_tokens_range) / 2
         return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
 
-def fit_steps(points: Sequence[StepPoint]) -> CostModelFit:
+def fit_cost_model(points: Sequence[StepPoint]) -> CostModelFit:
     """Fit the cost model to measured decode steps.
 
     Args:
@@ -92,8 +92,8 @@ def fit_steps(points: Sequence[StepPoint]) -> CostModelFit:
         num_points=len(points),
         error_median=float(np.median(errors)),
         error_p90=float(np.quantile(errors, 0.9)),
-        running=(sorted_points[0].running, sorted_points[-1].running),
-        kv_tokens=(min(p.kv_tokens for p in points), max(p.kv_tokens for p in points)),
+        running_range=(sorted_points[0].running, sorted_points[-1].running),
+        kv_tokens_range=(min(p.kv_tokens for p in points), max(p.kv_tokens for p in points)),
         delay_s=delay_s,
     )
 

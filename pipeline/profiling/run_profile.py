@@ -33,10 +33,10 @@ more, a batch of twice the tokens would be forecast worse than by that."""
 class Profile:
     """Contents of a profile file, which a job reads with `profile = FILE`.
 
-    source: the run's folder. latencies: seconds by the setting's name in [simulation]. draft_stats: draft statistics.
+    run_dir: the run's folder. latencies: seconds by the setting's name in [simulation]. draft_stats: draft statistics.
     """
 
-    source: str
+    run_dir: str
     fit: CostModelFit
     latencies: dict[str, float] = field(default_factory=dict)
     draft_stats: DraftStats = field(default_factory=DraftStats)
@@ -45,13 +45,13 @@ class Profile:
         """The profile as it is stored: coefficients, ranges, residuals on held-out steps, and its source."""
         fit = self.fit
         return {
-            "source": self.source,
+            "source": self.run_dir,
             "coefficients": asdict(fit.model),
             "latencies": self.latencies,
             "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
-            "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
+            "range": {"running": fit.running_range, "kv_tokens": fit.kv_tokens_range},
             "num_points": fit.num_points,
-            "acceptance_rate": self.draft_stats.acceptance,
+            "acceptance_rate": self.draft_stats.acceptance_rate,
         }
 
 
@@ -76,7 +76,7 @@ def profile_run(run_dir: Path) -> Profile:
     tracker = TimeTracker(
         replace(PLACEHOLDER_COST_MODEL, verify_share=verify_share), group_size,
         on_pull=rollout.get("on_pull", "keep"),
-        draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
+        max_draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
     )  # fmt: skip
     for _, events in journal.recorded_starts(run_dir):
         for entry in journal.JournalReader(events):
@@ -87,7 +87,7 @@ def profile_run(run_dir: Path) -> Profile:
     latencies = make_latency_settings(tracker, fit)
     if "train_s" in latencies:
         latencies |= split_train_time(latencies["train_s"], read_train_times(run_dir))
-    return Profile(source=str(run_dir), fit=fit, latencies=latencies, draft_stats=tracker.draft_stats)
+    return Profile(run_dir=str(run_dir), fit=fit, latencies=latencies, draft_stats=tracker.draft_stats)
 
 
 def read_train_times(run_dir: Path) -> list[tuple[float, float]]:
@@ -160,10 +160,10 @@ def write_profile(path: Path, profile: Profile) -> None:
 def make_recorded_overrides(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
     overrides = ["workload.kind=recorded", f"workload.run={toml_value(str(run_dir))}"]
-    cost = profile.draft_stats.cost_model(profile.fit.model)
+    cost = profile.draft_stats.scale_cost_model(profile.fit.model)
     overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
-    if profile.draft_stats.acceptance is not None:
-        overrides.append(f"workload.acceptance_rate={profile.draft_stats.acceptance!r}")
+    if profile.draft_stats.acceptance_rate is not None:
+        overrides.append(f"workload.acceptance_rate={profile.draft_stats.acceptance_rate!r}")
     overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
     if "straggler_share" not in profile.latencies:  # the measured latencies include slow instances
         overrides.append("simulation.straggler_share=0.0")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.profiling.fit import MIN_POINTS, CostModelFit, StepPoint, fit_steps
+from staleflow.pipeline.profiling.fit import MIN_POINTS, CostModelFit, StepPoint, fit_cost_model
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.emulation.cost_model import CostModel, probability_at, tokens_per_step
 
@@ -30,15 +30,15 @@ MIN_WARM_SAMPLES = 64
 class StepSample(NamedTuple):
     """Mean decode step of an instance during one response, or between two of its reports.
 
-    computed_tokens: tokens per step, including draft tokens. seconds: duration of all steps. steps: number of decode
-    steps; a step samples one token and the accepted draft tokens. prefilled_tokens: tokens that the instance prefilled
-    in the same time, including those of this response.
+    computed_tokens: tokens per step, including draft tokens. seconds: duration of all steps. num_steps: decode steps;
+    each samples one token and the accepted draft tokens. prefilled_tokens: tokens that the instance prefilled in the
+    same time, including those of this response.
     """
 
     computed_tokens: float
     kv_tokens: float
     seconds: float
-    steps: float
+    num_steps: float
     prefilled_tokens: float
     instance: InstanceId
 
@@ -114,7 +114,7 @@ def _fit_reports(
     tokens and do not determine the model. The time by which responses take longer is counted as
     delay.
     """
-    fit = fit_steps([replace(point, ended_responses=0.0) for point in _average(report_rows)])
+    fit = fit_cost_model([replace(point, ended_responses=0.0) for point in _average(report_rows)])
     computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = response_rows.T
     predicted_s = fit.model.steps_s(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
     delay_s = max(0.0, float((seconds - predicted_s).mean()))
@@ -124,13 +124,13 @@ def _fit_reports(
 
 def _fit_responses(rows: npt.NDArray[np.float64]) -> CostModelFit:
     points = _average(rows)
-    delay_share = fit_steps(points).delay_s * len(rows) / float(rows[:, 2].sum())
+    delay_share = fit_cost_model(points).delay_s * len(rows) / float(rows[:, 2].sum())
     if delay_share > MAX_DELAY_SHARE:  # with responses of one length, delays cannot be separated from decoding
         points = [replace(point, ended_responses=0.0) for point in points]
     else:  # during message delays an instance runs fewer trajectories than the coordinator counts
         rows[:, :2] *= 1 - delay_share
         points = _average(rows)
-    return fit_steps(points)
+    return fit_cost_model(points)
 
 
 def _average(rows: npt.NDArray[np.float64]) -> list[StepPoint]:
@@ -161,35 +161,35 @@ def _mean_point(rows: npt.NDArray[np.float64]) -> StepPoint:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Draft statistics of steps that may have drafts. length: maximum draft length of the job. num_steps: number of
+    """Draft statistics of steps that may have drafts. max_length: maximum draft length of the job. num_steps: number of
     steps, summed over requests. drafted_tokens, accepted_tokens: numbers of tokens."""
 
-    length: int = 0
+    max_length: int = 0
     num_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
     def add_steps(self, num_steps: int, drafted_tokens: int, accepted_tokens: int) -> None:
         """Add `num_steps` steps with `drafted_tokens` draft tokens in total."""
-        if self.length and num_steps > 0:
+        if self.max_length and num_steps > 0:
             self.num_steps += num_steps
             self.drafted_tokens += drafted_tokens
             self.accepted_tokens += accepted_tokens
 
     @property
-    def acceptance(self) -> float | None:
+    def acceptance_rate(self) -> float | None:
         """Acceptance rate that explains the tokens per step if every request drafted its maximum; None without drafts.
 
         Lower than accepted_tokens / drafted_tokens if requests often had no draft.
         """
         if not self.num_steps:
             return None
-        return probability_at(lambda a: tokens_per_step(self.length, a), 1 + self.accepted_tokens / self.num_steps)
+        return probability_at(lambda a: tokens_per_step(self.max_length, a), 1 + self.accepted_tokens / self.num_steps)
 
-    def cost_model(self, model: CostModel) -> CostModel:
-        """Cost model for use with `acceptance`: verify_share is scaled by the ratio of draft tokens to their
+    def scale_cost_model(self, model: CostModel) -> CostModel:
+        """Cost model for use with `acceptance_rate`: verify_share is scaled by the ratio of draft tokens to their
         maximum."""
         if not self.num_steps:
             return model
-        share = self.drafted_tokens / (self.length * self.num_steps)
+        share = self.drafted_tokens / (self.max_length * self.num_steps)
         return replace(model, verify_share=model.verify_share * share)

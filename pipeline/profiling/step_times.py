@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
@@ -46,21 +46,21 @@ class PeriodTimes:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
-    def running(self) -> float:
+    def mean_running(self) -> float:
         """Mean number of running trajectories per instance."""
         return self.trajectory_seconds / self.total_s if self.total_s else 0.0
 
     @property
-    def kv_tokens(self) -> float:
+    def mean_kv_tokens(self) -> float:
         """Mean number of KV tokens per instance."""
         return self.kv_token_seconds / self.total_s if self.total_s else 0.0
 
     @property
-    def num_in_environment(self) -> float:
+    def mean_in_environment(self) -> float:
         """Mean number of trajectories in environments during `environment_s`."""
         return self.environment_trajectory_seconds / self.environment_s if self.environment_s else 0.0
 
-    def share(self, seconds: float) -> float:
+    def share_of(self, seconds: float) -> float:
         """`seconds` as a share of `total_s`."""
         return seconds / self.total_s if self.total_s else 0.0
 
@@ -92,7 +92,7 @@ class StepTimes:
     """Times while the trainer waited for its batch."""
     training: PeriodTimes = field(default_factory=PeriodTimes)
     """Times from the batch being ready to the new version."""
-    tokens: int = 0
+    num_tokens: int = 0
     """Number of sampled tokens."""
     speeds: dict[InstanceId, InstanceSpeed] = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
     total = StepTimes()
     for step in steps:
         total.num_steps += step.num_steps
-        total.tokens += step.tokens
+        total.num_tokens += step.num_tokens
         total.waiting.add(step.waiting)
         total.training.add(step.training)
         for name, speed in step.speeds.items():
@@ -162,9 +162,9 @@ class RunningTrajectory:
     tokens_at_route: int
     delivered_tokens: int
     """Tokens that it keeps if its instance is lost."""
-    tokens: float
+    tokens_at_report: float
     """Number of its tokens in the latest report."""
-    steps: float
+    steps_at_report: float
     """Decode steps of its instance at that report."""
     prompt_tokens: int
     sums_at_route: InstanceSums
@@ -175,7 +175,7 @@ class RunningTrajectory:
 class InstanceSums:
     """Sums of an instance since it joined, up to a time, or between two times; see `TrackedInstance`."""
 
-    elapsed_s: float
+    time_s: float
     """The time, or the seconds between the two."""
     num_pulls: int = 0
     trajectory_seconds: float = 0.0
@@ -184,10 +184,7 @@ class InstanceSums:
     prefilled_tokens: float = 0.0
 
     def copy(self) -> InstanceSums:
-        return InstanceSums(
-            self.elapsed_s, self.num_pulls, self.trajectory_seconds, self.kv_token_seconds, self.pull_s,
-            self.prefilled_tokens,
-        )  # fmt: skip
+        return replace(self)
 
     def since(self, before: InstanceSums) -> InstanceSums:
         """The sums between an earlier time and this one."""
@@ -209,23 +206,23 @@ class TrackedInstance:
     running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf
-    steps: float = 0.0
+    decode_steps: float = 0.0
     is_pulling: bool = False
 
     def advance_to(self, now: float) -> None:
         """Add the time up to `now` to the sums."""
-        passed_s, self.sums.elapsed_s = now - self.sums.elapsed_s, now
+        passed_s, self.sums.time_s = now - self.sums.time_s, now
         steps = 0.0 if self.is_pulling else passed_s / self.token_s
         new_tokens = steps * len(self.running)
         self.sums.trajectory_seconds += passed_s * len(self.running)
         self.sums.kv_token_seconds += passed_s * (self.kv_tokens + new_tokens / 2)
         self.sums.pull_s += passed_s * self.is_pulling
-        self.steps += steps
+        self.decode_steps += steps
         self.kv_tokens += new_tokens
 
     def estimate_tokens(self, trajectory: RunningTrajectory) -> float:
         """Estimate the response tokens of a running trajectory at its latest update."""
-        return trajectory.tokens + self.steps - trajectory.steps
+        return trajectory.tokens_at_report + self.decode_steps - trajectory.steps_at_report
 
     @property
     def is_full(self) -> bool:
@@ -242,7 +239,7 @@ class TrackedInstance:
 
 
 @dataclass(slots=True)
-class FleetCounts:
+class InstanceCounts:
     """Sums over all instances, updated incrementally: subtract an instance before it changes, and add it afterwards."""
 
     num_instances: int = 0

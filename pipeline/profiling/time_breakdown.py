@@ -15,7 +15,7 @@ from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.step_samples import DraftStats, StepSample, StepSamples
 from staleflow.pipeline.profiling.step_times import (
-    FleetCounts,
+    InstanceCounts,
     InstanceSpeed,
     InstanceSums,
     RunningTrajectory,
@@ -41,14 +41,16 @@ class TimeTracker:
         cost_model: Cost model that measured speeds are compared with.
         group_size: Trajectories of a group.
         on_pull: The job's rollout.on_pull: what loading weights does to running requests.
-        draft_length: Maximum draft length of the job.
+        max_draft_length: Maximum draft length of the job.
 
     Attributes:
         finished_steps: Times of each finished training step.
         latency_tracker: Latencies of everything but decoding.
     """
 
-    def __init__(self, cost_model: CostModel, group_size: int, *, on_pull: str = "keep", draft_length: int = 0) -> None:
+    def __init__(
+        self, cost_model: CostModel, group_size: int, *, on_pull: str = "keep", max_draft_length: int = 0
+    ) -> None:
         self._cost_model = cost_model
         self._on_pull = on_pull
         self._group_size = group_size
@@ -56,7 +58,10 @@ class TimeTracker:
         self._samples = StepSamples()
         self.finished_steps: list[StepTimes] = []
         self.latency_tracker = LatencyTracker()
-        self._reported_draft_stats, self._sampled_draft_stats = DraftStats(draft_length), DraftStats(draft_length)
+        self._reported_draft_stats, self._sampled_draft_stats = (
+            DraftStats(max_draft_length),
+            DraftStats(max_draft_length),
+        )
 
     def observe(self, now: float, event: events.Event, new_commands: Iterable[commands.Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""
@@ -75,9 +80,9 @@ class TimeTracker:
 
     def _reset_in_flight(self, now: float) -> None:
         """Begin without anything in flight: at first, and when a killed run is resumed."""
-        self._now, self._training = now, False
+        self._now, self._is_training = now, False
         self._instances: dict[InstanceId, TrackedInstance] = {}
-        self._fleet_counts = FleetCounts()
+        self._instance_counts = InstanceCounts()
         self._prompt_tokens: dict[GroupId, int] = {}
         self._num_live: dict[GroupId, int] = {}  # trajectories of a group that have not been discarded
         self._tokens: dict[TrajectoryId, int] = {}  # of live trajectories that are on no instance
@@ -87,7 +92,7 @@ class TimeTracker:
         self._in_environment: dict[TrajectoryId, int] = {}  # and their route number
         # (instance, its number of pulls then, cached tokens) of each trajectory's latest turn.
         self._cached_turns: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
-        self._step = StepTimes()
+        self._current_step = StepTimes()
 
     def fit(self) -> CostModelFit | None:
         """Fit the cost model and the delay of messages to the samples; None if there are too few. Slow instances are
@@ -114,19 +119,19 @@ class TimeTracker:
 
     def _advance_to(self, now: float) -> None:
         elapsed_s, self._now = max(0.0, now - self._now), max(now, self._now)
-        fleet, num_instances = self._fleet_counts, max(1, self._fleet_counts.num_instances)
-        times = self._step.training if self._training else self._step.waiting
+        counts, num_instances = self._instance_counts, max(1, self._instance_counts.num_instances)
+        times = self._current_step.training if self._is_training else self._current_step.waiting
         times.total_s += elapsed_s
-        num_sampling = fleet.num_running + len(self._queued)
+        num_sampling = counts.num_running + len(self._queued)
         times.scoring_s += elapsed_s * (0 < len(self._scoring) >= num_sampling + len(self._in_environment))
         environments_dominate = 0 < len(self._in_environment) >= num_sampling + len(self._scoring)
         times.environment_s += elapsed_s * environments_dominate
         times.environment_trajectory_seconds += elapsed_s * environments_dominate * len(self._in_environment)
-        times.at_max_running_s += elapsed_s * fleet.num_full / num_instances
-        times.out_of_memory_s += elapsed_s * (fleet.num_out_of_memory / num_instances if self._queued else 0.0)
-        times.pull_s += elapsed_s * fleet.num_pulling / num_instances
-        times.trajectory_seconds += elapsed_s * fleet.num_running / num_instances
-        times.kv_token_seconds += elapsed_s * fleet.kv_tokens / num_instances
+        times.at_max_running_s += elapsed_s * counts.num_full / num_instances
+        times.out_of_memory_s += elapsed_s * (counts.num_out_of_memory / num_instances if self._queued else 0.0)
+        times.pull_s += elapsed_s * counts.num_pulling / num_instances
+        times.trajectory_seconds += elapsed_s * counts.num_running / num_instances
+        times.kv_token_seconds += elapsed_s * counts.kv_tokens / num_instances
 
     # -- events and commands -------------------------------------------------------------------------------------
 
@@ -154,11 +159,11 @@ class TimeTracker:
                 sums = InstanceSums(self._now)
                 instance = TrackedInstance(event.instance, event.kv_capacity, event.max_running, sums)
                 self._instances[event.instance] = instance
-                self._fleet_counts.add(instance, 1)
+                self._instance_counts.add(instance, 1)
             case events.InstanceLost():
                 lost_instance = self._instances.pop(event.instance, None)
                 if lost_instance is not None:
-                    self._fleet_counts.add(lost_instance, -1)
+                    self._instance_counts.add(lost_instance, -1)
                     for trajectory, state in lost_instance.running.items():
                         del self._instance_of[trajectory]
                         self._tokens[trajectory] = state.delivered_tokens
@@ -186,12 +191,12 @@ class TimeTracker:
             case events.PullFinished() if event.instance in self._instances:
                 self._set_pulling(self._instances[event.instance], pulling=False)
             case events.VersionPublished():
-                self._training = False
+                self._is_training = False
                 if not self.finished_steps:  # processes were still warming up
                     self._samples.end_warmup()
-                self._step.num_steps = 1
-                self.finished_steps.append(self._step)
-                self._step = StepTimes()
+                self._current_step.num_steps = 1
+                self.finished_steps.append(self._current_step)
+                self._current_step = StepTimes()
 
     def _apply_command(self, command: commands.Command) -> None:
         match command:
@@ -212,7 +217,7 @@ class TimeTracker:
             case commands.Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
             case commands.Train():
-                self._training = True
+                self._is_training = True
                 self._remove_groups({GroupId(trajectory // self._group_size) for trajectory in command.trajectories})
             case commands.Discard():
                 for ending in command.endings:
@@ -220,7 +225,7 @@ class TimeTracker:
             case commands.FinishEvaluation():
                 for group in [group for group in self._prompt_tokens if is_evaluation(group)]:
                     del self._prompt_tokens[group]
-                    self._remove(TrajectoryId(group * self._group_size))
+                    self._remove_trajectory(TrajectoryId(group * self._group_size))
 
     def _remove_groups(self, groups: Collection[GroupId]) -> None:
         """Remove groups that were trained, or of which all trajectories were discarded."""
@@ -229,13 +234,13 @@ class TimeTracker:
             self._num_live.pop(group, None)
 
     def _discard(self, ending: Ending) -> None:
-        self._remove(ending.trajectory)
+        self._remove_trajectory(ending.trajectory)
         if ending.group in self._num_live:
             self._num_live[ending.group] -= 1
             if not self._num_live[ending.group]:
                 self._remove_groups([ending.group])
 
-    def _remove(self, trajectory: TrajectoryId) -> None:
+    def _remove_trajectory(self, trajectory: TrajectoryId) -> None:
         """Remove a discarded trajectory."""
         self._remove_from_instance(trajectory, None, None)
         self._queued.discard(trajectory)
@@ -263,30 +268,30 @@ class TimeTracker:
     def _set_pulling(self, instance: TrackedInstance, *, pulling: bool) -> None:
         if self._on_pull == "adapter":
             return  # running requests and their caches are not affected
-        self._fleet_counts.add(instance, -1)
+        self._instance_counts.add(instance, -1)
         instance.advance_to(self._now)
         instance.is_pulling = pulling
         instance.sums.num_pulls += pulling
         if not pulling and self._on_pull == "interrupt":
             instance.sums.prefilled_tokens += instance.kv_tokens
-        self._fleet_counts.add(instance, 1)
+        self._instance_counts.add(instance, 1)
 
     def _add_to_instance(self, instance: TrackedInstance, command: commands.Route) -> None:
         self._remove_from_instance(command.trajectory, None, None)
-        self._fleet_counts.add(instance, -1)
+        self._instance_counts.add(instance, -1)
         instance.advance_to(self._now)
         tokens = self._tokens.pop(command.trajectory, 0)
         prompt_tokens = self._prompt_tokens.get(GroupId(command.trajectory // self._group_size), 0)
         instance.running[command.trajectory] = RunningTrajectory(
-            route_number=command.route_number, tokens_at_route=tokens, delivered_tokens=tokens, tokens=tokens,
-            steps=instance.steps, prompt_tokens=prompt_tokens, sums_at_route=instance.sums.copy(),
+            route_number=command.route_number, tokens_at_route=tokens, delivered_tokens=tokens, tokens_at_report=tokens,
+            steps_at_report=instance.decode_steps, prompt_tokens=prompt_tokens, sums_at_route=instance.sums.copy(),
         )  # fmt: skip
         instance.kv_tokens += prompt_tokens + tokens
         cached_instance, num_pulls, cached_tokens = self._cached_turns.get(command.trajectory, ("", 0, 0))
         is_cached = cached_instance == instance.name and num_pulls == instance.sums.num_pulls
         instance.sums.prefilled_tokens += max(0, tokens - cached_tokens) if is_cached else prompt_tokens + tokens
         self._instance_of[command.trajectory] = instance
-        self._fleet_counts.add(instance, 1)
+        self._instance_counts.add(instance, 1)
 
     def _remove_from_instance(
         self,
@@ -302,12 +307,12 @@ class TimeTracker:
         instance = self._instance_of.get(trajectory)
         if instance is None or route_number not in (None, instance.running[trajectory].route_number):
             return None
-        self._fleet_counts.add(instance, -1)
+        self._instance_counts.add(instance, -1)
         instance.advance_to(self._now)
         state = instance.running.pop(trajectory)
         instance.kv_tokens -= state.prompt_tokens + instance.estimate_tokens(state)
         del self._instance_of[trajectory]
-        self._fleet_counts.add(instance, 1)
+        self._instance_counts.add(instance, 1)
         if event is not None and event.tokens > state.tokens_at_route:
             self._add_response_sample(instance, state, event)
         return state
@@ -322,8 +327,8 @@ class TimeTracker:
         steps = max(1, tokens - event.accepted_tokens)
         self._sampled_draft_stats.add_steps(steps, event.drafted_tokens, event.accepted_tokens)
         passed = instance.sums.since(state.sums_at_route)
-        seconds = passed.elapsed_s - passed.pull_s
-        self._step.tokens += 0 if is_evaluation(event.trajectory) else tokens
+        seconds = passed.time_s - passed.pull_s
+        self._current_step.num_tokens += 0 if is_evaluation(event.trajectory) else tokens
         if seconds <= 0:
             return
         token_s = seconds / tokens
@@ -332,11 +337,11 @@ class TimeTracker:
             if instance.token_s == math.inf
             else instance.token_s + TOKEN_S_WEIGHT * (token_s - instance.token_s)
         )
-        running, kv_tokens = passed.trajectory_seconds / passed.elapsed_s, passed.kv_token_seconds / passed.elapsed_s
+        running, kv_tokens = passed.trajectory_seconds / passed.time_s, passed.kv_token_seconds / passed.time_s
         computed_tokens = running * (
             1.0 + self._cost_model.verify_share * event.drafted_tokens / steps
         )  # assumes that the other requests have equally long drafts
-        speed = self._step.speeds.setdefault(instance.name, InstanceSpeed())
+        speed = self._current_step.speeds.setdefault(instance.name, InstanceSpeed())
         speed.measured_s += seconds
         speed.expected_s += self._cost_model.mean_step_s(computed_tokens, kv_tokens) * steps
         speed.num_responses += 1
@@ -348,7 +353,7 @@ class TimeTracker:
         instance = self._instances.get(event.instance)
         if instance is None:
             return
-        self._fleet_counts.add(instance, -1)
+        self._instance_counts.add(instance, -1)
         instance.advance_to(self._now)
         if event.steps is not None:
             self._add_step_sample(instance, event.steps)
@@ -356,12 +361,12 @@ class TimeTracker:
             state = instance.running.get(trajectory)
             if state is not None and tokens >= state.tokens_at_route:
                 instance.kv_tokens += tokens - instance.estimate_tokens(state)
-                state.tokens, state.steps = tokens, instance.steps
+                state.tokens_at_report, state.steps_at_report = tokens, instance.decode_steps
         for trajectory, tokens in event.delivered:
             state = instance.running.get(trajectory)
             if state is not None:
                 state.delivered_tokens = max(state.delivered_tokens, tokens)
-        self._fleet_counts.add(instance, 1)
+        self._instance_counts.add(instance, 1)
 
     def _add_step_sample(self, instance: TrackedInstance, stats: events.DecodeStats) -> None:
         """Add a sample of the steps since the instance's previous report, if it decoded all the time between them."""
@@ -373,7 +378,7 @@ class TimeTracker:
             self._reported_draft_stats.add_steps(
                 stats.tokens - stats.accepted_tokens, stats.drafted_tokens, stats.accepted_tokens
             )
-        elapsed_s, sampled_tokens = passed.elapsed_s, stats.tokens - stats.accepted_tokens
+        elapsed_s, sampled_tokens = passed.time_s, stats.tokens - stats.accepted_tokens
         if passed.num_pulls or instance.is_pulling or stats.seconds < MIN_BUSY_SHARE * elapsed_s or not elapsed_s:
             return
         running = passed.trajectory_seconds / elapsed_s

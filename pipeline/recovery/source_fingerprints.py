@@ -17,7 +17,7 @@ from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import data_file, split_code, takes_rows
+from staleflow.pipeline.config.user_files import split_code_reference, split_data_source, takes_rows
 from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, read_values
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings import extensions, reward_functions
@@ -159,13 +159,13 @@ def _differences(subject: str, previous_inputs: Mapping[str, str], inputs: Mappi
 
 
 def _source_inputs(source: str, options: Mapping[str, Any], seed: int) -> Inputs:
-    kind_name, path = data_file(source)
+    kind_name, path = split_data_source(source)
     source_kind = kind_of(source)
     if source_kind is not None and source_kind.name_is_path and path is not None:
         return {"task.source": kind_name, "file": _hash_path(path)}
     file_facts = {}
     if takes_rows(source):
-        rows_kind, path = data_file(str(options.get("rows", "")))
+        rows_kind, path = split_data_source(str(options.get("rows", "")))
         if path is not None:
             options, file_facts = {**options, "rows": rows_kind}, {"file": _hash_path(path)}
     options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr), **file_facts}
@@ -183,7 +183,7 @@ def _reward_inputs(function: str, reference: str, source: Inputs) -> Inputs:
     """Return the inputs of a reward function. reference: name of the task source. source: inputs of that source."""
     if function == "task":
         reward_inputs = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
-        package = {"package staleflow": _package_version("staleflow")} if data_file(reference)[0] else {}
+        package = {"package staleflow": _package_version("staleflow")} if split_data_source(reference)[0] else {}
         return {"reward.function": function} | reward_inputs | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _package_version("math-verify")}
@@ -194,13 +194,13 @@ def _reward_inputs(function: str, reference: str, source: Inputs) -> Inputs:
 
 def _portable_name(reference: str) -> str:
     """Return the name of user code without the path of its file, which differs between machines."""
-    _, location, name = split_code(reference)
+    _, location, name = split_code_reference(reference)
     return name if location.endswith(".py") else reference
 
 
 def _code_hash(reference: str) -> str:
     """Return the hash of the file that defines user code; empty if it cannot be found."""
-    location = split_code(reference)[1]
+    location = split_code_reference(reference)[1]
     if location.endswith(".py"):
         return _hash_path(Path(location))
     try:

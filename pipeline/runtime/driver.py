@@ -335,7 +335,7 @@ class Driver:
             await asyncio.sleep(0)
         self._measurements.observe(elapsed_s, event, new_commands)
         if isinstance(event, events.VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
-            self.report.bottlenecks[event.version - 1] = bottleneck.short
+            self.report.bottlenecks[event.version - 1] = bottleneck.short_line
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)

@@ -109,7 +109,7 @@ class EvaluationDriver:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
                 source = source or task.source
             self._note(fewer_prompts_warning(evaluation_set.prompts, num_prompts, source, key))
-        version_due = self._schedule.latest(version)
+        version_due = self._schedule.latest_due(version)
         evaluated_sets = {result.name for result in self._results if result.version >= version_due}
         self._is_due = bool(self._items) and not evaluated_sets.issuperset(self._sets)
         self._request()

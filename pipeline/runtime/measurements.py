@@ -15,7 +15,7 @@ from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.clock import RunClock, now_s
 from staleflow.pipeline.processes.instance_handle import TOKEN_COUNTS, InstanceHandle
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_costs, sum_recent_steps
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_speed, sum_recent_steps
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.step_times import sum_steady_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
@@ -31,10 +31,10 @@ class Measurements:
         self._earlier_s = earlier_s
         self._config = config
         self._scale = config.rollout.engine.time_scale
-        self._costs = make_job_costs(config)
+        self._costs = make_job_speed(config)
         self._tracker = TimeTracker(
             self._costs.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
-            draft_length=config.rollout.engine.speculation.num_speculative_tokens,
+            max_draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self._training_started_s = self._idle_started_s = 0.0
         self._counted_until_s = 0.0
@@ -150,7 +150,7 @@ class Measurements:
     def diagnosis_and_fit(self) -> tuple[Diagnosis | None, CostModelFit | None]:
         """The bottleneck of the steady part of the run; and its cost model, None if too little was sampled."""
         fit = self._tracker.fit()
-        costs = make_job_costs(self._config, fit, self._tracker.draft_stats)
+        costs = make_job_speed(self._config, fit, self._tracker.draft_stats)
         return diagnose(sum_steady_steps(self._tracker.finished_steps, self._costs.eta), costs), fit
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_costs, max_versions_behind
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, make_job_speed, max_versions_behind
 from staleflow.pipeline.profiling.step_times import StepTimes, find_steady_steps, sum_steady_steps
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.tasks.emulation.batch_simulator import WorkTotals
@@ -129,7 +129,7 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
         refusals=trace.refusals,
         instance_losses=trace.instance_losses,
         finished_s=trace.finished_s,
-        diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), make_job_costs(config)),
+        diagnosis=diagnose(sum_steady_steps(trace.step_times, eta), make_job_speed(config)),
     )
 
 
@@ -163,7 +163,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     intervals = max_versions_behind(config) + 1
     in_flight = intervals * config.groups_started_per_step * config.members_started_per_group / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
-    cost = factories.job_cost_at(config, running)
+    cost = factories.job_cost_model_at(config, running)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
     work_s += cost.prefill * sum(s.prefilled for s in steps)
     keeps_all = config.staleness.admission.awaits_due_groups and not config.batch.stragglers.truncates

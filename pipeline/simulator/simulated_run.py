@@ -85,7 +85,7 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = config.rollout.cost
-        self._cost_alone = factories.job_cost_at(config, 1)
+        self._cost_alone = factories.job_cost_model_at(config, 1)
         self._observe = observe
         self._members_per_group = config.members_started_per_group
         self._has_environment = config.has_environment  # which may look a user's file up
@@ -113,7 +113,7 @@ class SimulatedRun:
         self._evaluations = SimulatedEvaluations(config, workload)
         self._tracker = TimeTracker(
             self._cost, self._members_per_group, on_pull=config.rollout.on_pull,
-            draft_length=config.rollout.engine.speculation.num_speculative_tokens,
+            max_draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self.trace = Trace(step_times=self._tracker.finished_steps)
 
@@ -384,7 +384,7 @@ class SimulatedRun:
 
     def _join(self, index: int, attempt: int) -> None:
         engine = self._config.rollout.engine
-        cost = factories.instance_cost(self._config, index)
+        cost = factories.instance_cost_model(self._config, index)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
         instance = SimulatedInstance(

@@ -19,12 +19,12 @@ MAX_RUNNING = 256
 """Requests that an instance is proposed to run at once, at most."""
 PREFILL_TOKENS = 8192
 """Tokens of a forward pass that use a GPU well."""
-LOAD_BYTES_S, START_S = 1_000_000_000, 120.0
+LOAD_BYTES_PER_S, START_OVERHEAD_S = 1_000_000_000, 120.0
 """Bytes a second that weights are read at, and seconds for everything else until a role is ready. Estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizedJob:
+class MemorySettings:
     """The settings of a job that determine its memory.
 
     Args:
@@ -34,9 +34,9 @@ class SizedJob:
         reference: The reference model of which each rank holds its share; None if there is none, or teachers hold it.
         max_length: Tokens of its longest sequence, prompt included.
         num_gpus: GPUs of trainer, instances and teachers together.
-        has_own_gpus: Whether trainer and instances have separate GPUs; otherwise all share one.
+        has_separate_gpus: Whether trainer and instances have separate GPUs; otherwise all share one.
         takes_turns: Whether they use the same GPUs in turns.
-        start_s: The job's deadlines.start_s.
+        start_limit_s: The job's deadlines.start_s.
         teachers: Number of teachers.
         teacher, teacher_model: Settings and model of a teacher; None without teachers, or if its model is not sized.
     """
@@ -47,50 +47,50 @@ class SizedJob:
     instances: int
     max_length: int
     num_gpus: int
-    has_own_gpus: bool = True
+    has_separate_gpus: bool = True
     takes_turns: bool = False
-    start_s: float = 0.0
+    start_limit_s: float = 0.0
     teachers: int = 0
     reference: memory.ModelShape | None = None
     teacher: EngineSettings | None = None
     teacher_model: memory.ModelShape | None = None
 
     @property
-    def teacher_gpus(self) -> int:
+    def num_teacher_gpus(self) -> int:
         """GPUs of all teachers."""
-        return 0 if self.teacher is None else self.teachers * memory.gpus_of(self.teacher)
+        return 0 if self.teacher is None else self.teachers * memory.num_gpus_of(self.teacher)
 
     @property
-    def instance_gpus(self) -> int:
+    def num_instance_gpus(self) -> int:
         """GPUs of all instances together."""
-        return self.instances * memory.gpus_of(self.engine)
+        return self.instances * memory.num_gpus_of(self.engine)
 
-    def trainer_parts(self, model: memory.ModelShape) -> dict[str, int]:
+    def trainer_bytes_by_use(self, model: memory.ModelShape) -> dict[str, int]:
         """Bytes of a rank's GPU by use."""
-        return memory.trainer_parts(model, self.training, self.dtype, self.reference)
+        return memory.trainer_bytes_by_use(model, self.training, self.dtype, self.reference)
 
-    def engine_parts(self, model: memory.ModelShape) -> dict[str, int]:
+    def engine_bytes_by_use(self, model: memory.ModelShape) -> dict[str, int]:
         """Bytes of each GPU of an instance by use."""
-        return memory.engine_parts(model, self.engine, self.dtype)
+        return memory.engine_bytes_by_use(model, self.engine, self.dtype)
 
     @property
-    def teacher_parts(self) -> dict[str, int]:
+    def teacher_bytes_by_use(self) -> dict[str, int]:
         """Bytes of each GPU of a teacher by use; empty without teachers."""
         if self.teacher is None or self.teacher_model is None:
             return {}
-        return memory.engine_parts(self.teacher_model, self.teacher, self.dtype)
+        return memory.engine_bytes_by_use(self.teacher_model, self.teacher, self.dtype)
 
     @property
-    def needed_gpus(self) -> int:
+    def num_needed_gpus(self) -> int:
         if self.takes_turns:
-            return self.teacher_gpus + max(self.training.ranks, self.instance_gpus)
-        num_gpus = self.training.ranks + self.instance_gpus + self.teacher_gpus
-        return num_gpus if self.has_own_gpus else 1
+            return self.num_teacher_gpus + max(self.training.ranks, self.num_instance_gpus)
+        num_gpus = self.training.ranks + self.num_instance_gpus + self.num_teacher_gpus
+        return num_gpus if self.has_separate_gpus else 1
 
     @property
-    def instances_on_gpu(self) -> int:
+    def num_instances_per_gpu(self) -> int:
         """Number of instances that share a GPU."""
-        return 1 if self.has_own_gpus or self.takes_turns else self.instances
+        return 1 if self.has_separate_gpus or self.takes_turns else self.instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,54 +99,55 @@ class MemoryPlan:
     the values with which it fits; empty if it fits already, None if no change is known."""
 
     device_bytes: int
-    trainer: Mapping[str, int]
-    engine: Mapping[str, int]
-    teacher: Mapping[str, int]
+    trainer_bytes: Mapping[str, int]
+    engine_bytes: Mapping[str, int]
+    teacher_bytes: Mapping[str, int]
     changes: Mapping[str, object] | None
     proposed: Mapping[str, object]
 
     @property
     def usable_bytes(self) -> int:
-        return int(self.device_bytes * (1 - memory.MARGIN))
+        return int(self.device_bytes * (1 - memory.UNUSED_MEMORY_SHARE))
 
 
-def make_plan(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
+def make_plan(model: memory.ModelShape, job: MemorySettings, device_bytes: int) -> MemoryPlan:
     """Plan the memory of a job on GPUs of one size."""
     changes = None
     for candidate, candidate_changes in _candidates(job):
-        if candidate.needed_gpus <= max(job.num_gpus, job.needed_gpus) and _fits(model, candidate, device_bytes):
+        has_gpus = candidate.num_needed_gpus <= max(job.num_gpus, job.num_needed_gpus)
+        if has_gpus and _fits(model, candidate, device_bytes):
             changes, job_that_fits = candidate_changes, candidate
             break
     else:
         job_that_fits = job
     return MemoryPlan(
         device_bytes=device_bytes,
-        trainer=job.trainer_parts(model),
-        engine=job.engine_parts(model),
-        teacher=job.teacher_parts,
+        trainer_bytes=job.trainer_bytes_by_use(model),
+        engine_bytes=job.engine_bytes_by_use(model),
+        teacher_bytes=job.teacher_bytes_by_use,
         changes=changes,
         proposed=_propose_settings(model, job_that_fits, device_bytes) if changes is not None else {},
     )
 
 
-def _fits(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> bool:
-    trainer, engine = sum(job.trainer_parts(model).values()), sum(job.engine_parts(model).values())
-    teacher = sum(job.teacher_parts.values())
-    usable_bytes = device_bytes * (1 - memory.MARGIN)
+def _fits(model: memory.ModelShape, job: MemorySettings, device_bytes: int) -> bool:
+    trainer, engine = sum(job.trainer_bytes_by_use(model).values()), sum(job.engine_bytes_by_use(model).values())
+    teacher = sum(job.teacher_bytes_by_use.values())
+    usable_bytes = device_bytes * (1 - memory.UNUSED_MEMORY_SHARE)
     if job.takes_turns:
-        return max(max(trainer, engine) + memory.CONTEXT_BYTES, teacher) <= usable_bytes
-    if job.has_own_gpus:
+        return max(max(trainer, engine) + memory.CUDA_CONTEXT_BYTES, teacher) <= usable_bytes
+    if job.has_separate_gpus:
         return max(trainer, engine, teacher) <= usable_bytes
-    return trainer + engine * job.instances_on_gpu + teacher * job.teachers <= usable_bytes
+    return trainer + engine * job.num_instances_per_gpu + teacher * job.teachers <= usable_bytes
 
 
-def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
+def _candidates(job: MemorySettings) -> Iterator[tuple[MemorySettings, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
-    num_free_gpus = job.num_gpus - job.teacher_gpus
-    num_free_gpus -= 0 if job.takes_turns else job.instance_gpus
+    num_free_gpus = job.num_gpus - job.num_teacher_gpus
+    num_free_gpus -= 0 if job.takes_turns else job.num_instance_gpus
     options: dict[str, Sequence[object]] = {
-        "rollout.instances": [1] if job.instances_on_gpu > 1 else [],
+        "rollout.instances": [1] if job.num_instances_per_gpu > 1 else [],
         "model.dtype": ["bfloat16"] if job.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute_activations else [True],
         "training.microbatch_tokens": [job.max_length] if job.max_length < training.microbatch_tokens else [],
@@ -155,7 +156,7 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
         "rollout.engine.tensor_parallel": [
             degree
             for degree in (2, 4, 8)
-            if engine.name == "vllm" and job.has_own_gpus and memory.gpus_of(engine) < degree
+            if engine.name == "vllm" and job.has_separate_gpus and memory.num_gpus_of(engine) < degree
         ],
         "training.offload": [] if training.offload else [True],
     }
@@ -171,7 +172,7 @@ def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
         yield _apply_changes(job, changes), changes
 
 
-def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
+def _apply_changes(job: MemorySettings, changes: Mapping[str, object]) -> MemorySettings:
     values: dict[str, dict[str, Any]] = {"training": {}, "rollout.engine": {}, "rollout": {}, "model": {}}
     for key, value in changes.items():
         table, _, name = key.rpartition(".")
@@ -181,44 +182,44 @@ def _apply_changes(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     return dataclasses.replace(job, training=training, engine=engine, **values["rollout"], **values["model"])
 
 
-def _propose_settings(model: memory.ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
+def _propose_settings(model: memory.ModelShape, job: MemorySettings, device_bytes: int) -> dict[str, object]:
     """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share; and the deadline if
     the weights take longer to load."""
     max_batch_tokens = max(job.engine.max_batch_tokens, PREFILL_TOKENS)
     engine = dataclasses.replace(job.engine, kv_tokens=0, max_batch_tokens=max_batch_tokens)
-    usable_bytes = device_bytes * (1 - memory.MARGIN)
-    num_sharing = job.instances_on_gpu
-    free_bytes = usable_bytes - num_sharing * sum(memory.engine_parts(model, engine, job.dtype).values())
+    usable_bytes = device_bytes * (1 - memory.UNUSED_MEMORY_SHARE)
+    num_sharing = job.num_instances_per_gpu
+    free_bytes = usable_bytes - num_sharing * sum(memory.engine_bytes_by_use(model, engine, job.dtype).values())
     if job.takes_turns:
-        free_bytes -= memory.CONTEXT_BYTES
-    elif not job.has_own_gpus:
-        free_bytes -= sum(job.trainer_parts(model).values())
-        free_bytes -= job.teachers * sum(job.teacher_parts.values())
+        free_bytes -= memory.CUDA_CONTEXT_BYTES
+    elif not job.has_separate_gpus:
+        free_bytes -= sum(job.trainer_bytes_by_use(model).values())
+        free_bytes -= job.teachers * sum(job.teacher_bytes_by_use.values())
     free_bytes /= num_sharing
-    token_bytes = memory.cache_bytes(model, engine, job.dtype)
+    token_bytes = memory.cache_bytes_per_kv_token(model, engine, job.dtype)
     if free_bytes < job.engine.kv_tokens * token_bytes:
         engine = dataclasses.replace(engine, max_batch_tokens=job.engine.max_batch_tokens)
         kv_tokens = job.engine.kv_tokens
     else:
         kv_tokens = int(free_bytes) // token_bytes // 1024 * 1024
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
-    parts = memory.engine_parts(model, engine, job.dtype)
+    parts = memory.engine_bytes_by_use(model, engine, job.dtype)
     proposal: dict[str, object] = {
         "rollout.engine.kv_tokens": kv_tokens,
         "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.max_length)),
         "rollout.engine.max_batch_tokens": engine.max_batch_tokens,
     }
     if engine.name == "vllm":
-        share = (sum(parts.values()) - memory.GRAPH_BYTES) / device_bytes
+        share = (sum(parts.values()) - memory.CUDA_GRAPH_BYTES) / device_bytes
         proposal["rollout.engine.options.gpu_memory_utilization"] = round(min(share, 0.95), 2)
     parameters = max(m.parameters for m in (model, job.teacher_model) if m is not None)
-    if (start_s := round(START_S + 4 * parameters / LOAD_BYTES_S)) > job.start_s:
+    if (start_s := round(START_OVERHEAD_S + 4 * parameters / LOAD_BYTES_PER_S)) > job.start_limit_s:
         proposal["deadlines.start_s"] = start_s
     return proposal
 
 
 def estimate_sample_s(
-    costs: CostModel, engine: EngineSettings, *, responses: int, tokens: float, prompt_tokens: int
+    costs: CostModel, engine: EngineSettings, num_responses: int, mean_response_tokens: float, mean_prompt_tokens: int
 ) -> float:
     """Estimate the seconds in which one instance samples the batch of a training step. It runs as many responses at
     once as max_running and its KV cache allow, each half finished on average.
@@ -226,21 +227,22 @@ def estimate_sample_s(
     Args:
         costs: Times of prefill and decode steps.
         engine: Settings of the instance.
-        responses: Responses of a batch.
-        tokens: Mean length of a response.
-        prompt_tokens: Mean length of a prompt.
+        num_responses: Responses of a batch.
+        mean_response_tokens: Mean length of a response.
+        mean_prompt_tokens: Mean length of a prompt.
 
     >>> costs = CostModel(k1=0.0, k2=0.01, k3=0.0, k4=0.0, b=0.0)
-    >>> estimate_sample_s(costs, EngineSettings(max_running=32), responses=64, tokens=100, prompt_tokens=0)
+    >>> estimate_sample_s(costs, EngineSettings(max_running=32), 64, mean_response_tokens=100, mean_prompt_tokens=0)
     2.0
     """
-    context = prompt_tokens + tokens / 2
-    running = max(1, min(responses, engine.max_running, int(engine.kv_tokens // (prompt_tokens + tokens))))
-    steps = responses * tokens / running
-    return steps * costs.step_s(running, running * context) + responses * prompt_tokens * costs.prefill
+    context = mean_prompt_tokens + mean_response_tokens / 2
+    num_fitting = int(engine.kv_tokens // (mean_prompt_tokens + mean_response_tokens))
+    running = max(1, min(num_responses, engine.max_running, num_fitting))
+    steps = num_responses * mean_response_tokens / running
+    return steps * costs.step_s(running, running * context) + num_responses * mean_prompt_tokens * costs.prefill
 
 
-def propose_split(
+def propose_gpu_split(
     sample_s: float, train_s: float, num_gpus: int, tensor_parallel: int = 1, min_ranks: int = 1
 ) -> tuple[int, int, str] | None:
     """Choose the division with the shortest step. Sampling and training overlap, so the slower one decides; among equal

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.model_facts import inspect_model
-from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture
+from staleflow.pipeline.config.model_files import check_model_files, find_model_folder, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import cache_per_process, open_pool, open_store_at, require_all_rows
@@ -186,10 +186,10 @@ def _select_rows(
 def _check_model(model: str, store: VersionedStore) -> None:
     """Raise ConfigError if a model's files are missing or incomplete, or if it lacks tokens of the first responses."""
     subject = f"--model = {model!r}"
-    folder = find_model(model, "--model")
+    folder = find_model_folder(model, "--model")
     if folder is None:
         return
-    check_files(folder, subject)
+    check_model_files(folder, subject)
     count = read_architecture(folder, subject).get("vocab_size")
     rows = store.trajectories_in_range(0, min(MODEL_ROWS, store.summary().num_rows))
     largest_token = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)

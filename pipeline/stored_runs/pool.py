@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES
-from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.cluster.plugin import ensure_job_registry
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -248,7 +248,7 @@ def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]
             client = stack.enter_context(_local_client(count, model=model))
         elif client.asynchronous:
             raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
-        client.sync(ensure, client)
+        client.sync(ensure_job_registry, client)
         pool = Pool(client)
         pool.free_workers()
         yield pool

@@ -111,7 +111,7 @@ def rescore(
     rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
     errors: dict[int, str] = {}
     num_done = 0
-    config, code = user_files.collect_code(config, user_files.scoring_keys(config))
+    config, code = user_files.collect_code(config, user_files.scoring_code_keys(config))
     settings = pickle.dumps((config, code, store.header))
     with open_pool(client, workers) as pool:
         calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))

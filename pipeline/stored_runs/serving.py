@@ -13,7 +13,7 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
-from staleflow.pipeline.config.model_files import find_model, read_context, vocabulary_of
+from staleflow.pipeline.config.model_files import find_model_folder, read_context_length, read_vocabulary_size
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import find_checkpoint
 from staleflow.stores.errors import ConfigError
@@ -54,7 +54,7 @@ class ServingPlan:
             config=endpoint,
             model=self.label,
             temperature=self.config.rollout.temperature,
-            vocabulary=vocabulary_of(self.config.model.path),
+            vocabulary=read_vocabulary_size(self.config.model.path),
         )
         server = EndpointServer(settings, policy)
         try:
@@ -87,9 +87,11 @@ def make_serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int
     if not (path / "config.toml").is_file():
         if step is not None:
             raise ConfigError(f"--step = {step}: {target} is a model without a run; leave out --step")
-        folder = find_model(target, "MODEL")
+        folder = find_model_folder(target, "MODEL")
         max_new_tokens = (
-            DEFAULT_MAX_NEW_TOKENS if folder is None else min(DEFAULT_MAX_NEW_TOKENS, read_context(folder, target) // 2)
+            DEFAULT_MAX_NEW_TOKENS
+            if folder is None
+            else min(DEFAULT_MAX_NEW_TOKENS, read_context_length(folder, target) // 2)
         )
         tree: dict[str, Any] = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
         config = loading.from_tree_with_overrides(tree, overrides, target)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config import actor_settings, knob_tree, user_files
 from staleflow.pipeline.config.model_facts import inspect_model
-from staleflow.pipeline.config.model_files import find_model
+from staleflow.pipeline.config.model_files import find_model_folder
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
@@ -140,7 +140,7 @@ def make_plan(
     require_writable_folder(out.parent)
     _check_stored_reference(config, load_job(run_dir))
     if config.training.kl.reference and not config.teachers:
-        find_model(config.training.kl.reference, "training.kl.reference")
+        find_model_folder(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds
     kept_overrides = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(

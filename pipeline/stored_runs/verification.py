@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config import user_files
-from staleflow.pipeline.config.model_files import find_model
+from staleflow.pipeline.config.model_files import find_model_folder
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
@@ -209,7 +209,7 @@ def resolve_models(config: RunConfig) -> RunConfig:
     """The job with its models found on this machine. Raises ConfigError if its trainer cannot be built here."""
     if config.emulated:
         raise ConfigError("an emulated run has no weights")
-    find_model(config.model.path)
+    find_model_folder(config.model.path)
     return user_files.with_absolute_models(config)
 
 

@@ -4,7 +4,7 @@ The capacity of a row is a power of two times the page size. All rows of one cap
 bucket. So a pass reads the rows of a bucket as views, pads a row to less than twice its length, and writes only new
 tokens. A row moves to the next bucket when its capacity is used up, at amortized constant cost per token. A bucket has
 at most twice as many slots as rows, so all buckets together have room for less than four times the tokens of their
-rows, counted in pages. Plans assume less, STORAGE_FACTOR in pipeline/sizing/memory.py, from measurements.
+rows, counted in pages. Plans assume less, KV_STORAGE_FACTOR in pipeline/sizing/memory.py, from measurements.
 
 Invariants: the rows of a bucket use the slots 0, 1, 2, ... without gaps, the same slots in each layer; token i of a row
 is at position i of its slot. Values after a row's length are finite and are overwritten before they are used, so the

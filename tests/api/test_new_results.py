@@ -13,7 +13,7 @@ import pytest
 from distributed import Client
 
 import staleflow
-from staleflow.pipeline.api.code_objects import file_name
+from staleflow.pipeline.api.code_objects import branch_file_name
 from staleflow.pipeline.config.knob_tree import override_lines
 from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock
 from staleflow.pipeline.stored_runs.pool import open_pool
@@ -124,7 +124,7 @@ def test_train_offline_gives_the_weights_of_the_run(run: staleflow.Run, tmp_path
 def test_the_journal_replays_to_the_same_commands(run: staleflow.Run) -> None:
     result = run.replay()
     assert result.num_events > 0
-    assert (result.difference, result.missing, result.story) == ("", "", ())
+    assert (result.difference, result.missing_events, result.story) == ("", "", ())
     assert run.replay(0).story
 
 
@@ -141,5 +141,5 @@ def test_changes_may_be_mappings_or_lines() -> None:
 
 def test_branch_names_map_to_different_file_names() -> None:
     names = ["a", "a_b", "a b", "a.b", "a-b"]
-    assert len({file_name(name) for name in names}) == len(names)
-    assert all(file_name(name).isidentifier() for name in names)
+    assert len({branch_file_name(name) for name in names}) == len(names)
+    assert all(branch_file_name(name).isidentifier() for name in names)

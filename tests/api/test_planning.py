@@ -9,7 +9,7 @@ import pytest
 
 import staleflow
 from staleflow.pipeline.jobs import forecasting
-from staleflow.pipeline.jobs.forecasting import FILE
+from staleflow.pipeline.jobs.forecasting import FORECAST_FILE
 from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.pipeline.simulator.run_forecast import QUANTITIES
@@ -29,7 +29,7 @@ def test_a_planned_run_compares_its_forecast_and_keeps_it_when_it_is_resumed(tmp
     overrides = (f"runs_dir={tmp_path}", "rollout.engine.time_scale=20.0", *SMALL)
     forecast = staleflow.plan(JOB, measured_in=measured, overrides=overrides)
     assert "from 10 simulations with the times of short (decode steps within " in forecast.lines[0]
-    stored = (tmp_path / "planned" / FILE).read_text()
+    stored = (tmp_path / "planned" / FORECAST_FILE).read_text()
     run = staleflow.run(JOB, overrides=overrides, progress=False).run
     result = run.compare_with_forecast()
     assert result is not None
@@ -43,7 +43,7 @@ def test_a_planned_run_compares_its_forecast_and_keeps_it_when_it_is_resumed(tmp
     assert audit.returncode == 0
     assert f"\n  {result.line}\n" in audit.stdout
     summary = staleflow.resume(run.path, {"steps": 5}, progress=False).summary
-    assert (run.path / FILE).read_text() == stored
+    assert (run.path / FORECAST_FILE).read_text() == stored
     assert summary["forecast"]["measured"] == result.measured, "of the steps that were forecast"
     with pytest.raises(staleflow.ConfigError, match=r"planned: already has a run"):
         staleflow.plan(JOB, measured_in=measured, overrides=overrides)

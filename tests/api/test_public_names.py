@@ -28,7 +28,7 @@ def test_importing_staleflow_imports_no_heavy_package() -> None:
 
 
 def test_names_for_type_checkers_equal_the_lazily_imported_names() -> None:
-    assert imports_for_type_checkers() == staleflow._MODULES
+    assert imports_for_type_checkers() == staleflow._MODULE_BY_NAME
 
 
 def test_every_public_name_can_be_imported_and_is_listed() -> None:
@@ -38,13 +38,13 @@ def test_every_public_name_can_be_imported_and_is_listed() -> None:
 
 
 def test_public_names_are_documented() -> None:
-    for name in staleflow._MODULES:
+    for name in staleflow._MODULE_BY_NAME:
         assert getattr(staleflow, name).__doc__, name
 
 
 def test_the_api_page_has_every_public_name_once() -> None:
     listed = [name for names in site_pages.api_groups().values() for name in names]
-    assert sorted(listed) == sorted(staleflow._MODULES)
+    assert sorted(listed) == sorted(staleflow._MODULE_BY_NAME)
     assert all(f"staleflow.{name}\n" in site_pages.python_api_page() for name in listed if name != "tiny_model")
 
 

@@ -58,7 +58,7 @@ def forked_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_and_a_local_reward_function_train_a_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = staleflow.run(job, overrides={"steps": 3, "task.eval_prompts": 4}, rows=ROWS, reward=reward)
-    assert result.stopped == ""
+    assert result.stop_reason == ""
     assert result.summary["steps"] == 3
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/3", "1/3", "2/3"]
@@ -97,7 +97,7 @@ def test_a_started_run_can_be_watched_stopped_and_resumed(tmp_path: Path, capsys
         handle.result(timeout_s=0)
     handle.stop("seen enough")
     result = handle.result()
-    assert result.stopped == "seen enough"
+    assert result.stop_reason == "seen enough"
     assert handle.done
     done = handle.status()
     assert (done.state, done.message, done.remaining_s) == ("stopped", "seen enough", None)
@@ -109,7 +109,7 @@ def test_a_started_run_can_be_watched_stopped_and_resumed(tmp_path: Path, capsys
     resumed = staleflow.resume(handle.run_dir, {"steps": steps + 2})
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert printed == [f"{step}/{steps + 2}" for step in (steps, steps + 1)]
-    assert resumed.stopped == ""
+    assert resumed.stop_reason == ""
     assert len(resumed.run.steps()) == steps + 2
 
 
@@ -124,7 +124,7 @@ def test_an_interrupt_stops_the_run_in_order(tmp_path: Path) -> None:
             signal.pthread_kill(main, signal.SIGINT)
 
     result = staleflow.run(emulated(tmp_path, steps=500), progress=interrupt)
-    assert result.stopped == "interrupted"
+    assert result.stop_reason == "interrupted"
     assert 2 <= result.summary["steps"] < 500
 
 
@@ -338,7 +338,7 @@ def test_repr_of_a_result_is_one_line() -> None:
         "steps": 2, "reward_first": 0.25, "reward_last": 0.5, "evaluations": [], "staleness_histogram": {"0": 4},
         "eta": 1, "tokens_per_s": 10.0, "seconds": {},
     }  # fmt: skip
-    result = staleflow.RunResult(run_dir=Path("runs/a"), stopped="", summary=summary)
+    result = staleflow.RunResult(run_dir=Path("runs/a"), stop_reason="", summary=summary)
     assert repr(result) == (
         "<RunResult runs/a: steps 2, reward 0.250 at first, 0.500 at last, staleness 0: 4 (eta 1), tokens/s 10>"
     )

@@ -45,7 +45,7 @@ def test_a_job_with_a_function_and_rows_runs_on_the_cluster(job: Path, client: C
     lines = list(submitted.logs(follow=True))
     assert sum("step " in line and "reward" in line for line in lines) >= 2
     result = submitted.result()
-    assert (result.stopped, result.summary["steps"]) == ("", 2)
+    assert (result.stop_reason, result.summary["steps"]) == ("", 2)
     status = submitted.status()
     assert (status.state, status.step, status.steps) == ("done", 2, 2)
     assert status.tokens_per_s == pytest.approx(result.summary["tokens_per_s"])
@@ -106,7 +106,7 @@ def test_the_result_of_a_job_says_how_it_ended(tmp_path: Path, monkeypatch: pyte
     async def find(*_: Any) -> dict[str, Any]:
         return entry
 
-    monkeypatch.setattr(job_lookup, "find", find)
+    monkeypatch.setattr(job_lookup, "find_job", find)
     submitted = submitting._submitted_job(entry, ClusterAddress())
 
     def ends(state: str, why: str, **changes: Any) -> None:
@@ -128,7 +128,7 @@ def test_the_result_of_a_job_says_how_it_ended(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "summary.json").write_text('{"steps": 2, "starts": [{}]}')
     result = submitted.result()
-    assert (result.stopped, result.summary["steps"], submitted.wait().remaining_s) == ("not now", 2, None)
+    assert (result.stop_reason, result.summary["steps"], submitted.wait().remaining_s) == ("not now", 2, None)
     (tmp_path / "job" / "starts.json").write_text("[{}, {}]")  # its latest start has written no summary
     ends("done", "")
     with pytest.raises(ConfigError, match="no summary"):

@@ -58,7 +58,7 @@ async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEn
         logging.getLogger("staleflow.pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
         logging.getLogger("some.library").info("chatter")
     assert any("rollout-0 is gone" in line for line in reporter._lines)
-    return RunEnd(run_dir=Path("runs/x"), summary=SUMMARY, stopped="")
+    return RunEnd(run_dir=Path("runs/x"), summary=SUMMARY, stop_reason="")
 
 
 @pytest.fixture(autouse=True)
@@ -169,13 +169,13 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     display.console.print(display._view(make_coordinator(config).snapshot(), RunReport(instances_line="1 [/of] 2")))
     drifted = {"measured_over_predicted": 2.0, "drifted": True}
     summary = SUMMARY | {"alarms": ["[/a] is zero"], "cost_model": drifted}
-    display.summarize(RunEnd(run_dir=Path("[/r]"), summary=summary, stopped=""))
+    display.summarize(RunEnd(run_dir=Path("[/r]"), summary=summary, stop_reason=""))
     for text in ("[/x]", "(loading [/m])", "1 [/of] 2", "[/a] is zero", "[/r]/summary.png"):
         assert text in written.getvalue()
 
 
 def test_lines_about_a_training_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with train_offline.progress(quiet=False) as report:
+    with train_offline.training_progress(quiet=False) as report:
         report({"say": "with training.targets = [/q]: 0.125"})
     assert "with training.targets = [/q]: 0.125" in capsys.readouterr().err
 

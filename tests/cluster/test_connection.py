@@ -142,7 +142,7 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
     assert "the host name no-such-host.invalid" in message
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: over.wait(30))
-    message = asyncio.run(port_probe.resolve("slow.invalid", 0.2))
+    message = asyncio.run(port_probe.resolution_error("slow.invalid", 0.2))
     assert message == "the host name slow.invalid is not resolved within 0.2 s"
     over.set()
 

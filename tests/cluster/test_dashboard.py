@@ -15,11 +15,11 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-from staleflow.cli.cluster_jobs import _details
+from staleflow.cli.cluster_jobs import _detail_lines
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.dashboard import default_job, headline
 from staleflow.pipeline.cluster.job_registry import JobRegistry
-from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.cluster.plugin import ensure_job_registry
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.mixture import count_by_source
@@ -92,8 +92,8 @@ def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None
             LocalCluster(n_workers=0, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
-            await ensure(client)
-            await ensure(client)  # the second one finds it there
+            await ensure_job_registry(client)
+            await ensure_job_registry(client)  # the second one finds it there
             for id in ("one", "two<b>"):
                 await job_registry.ask(client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=9)
             await report_jobs(client, "one", STEP)
@@ -179,7 +179,7 @@ async def landing(url: str) -> str:
 
 
 def test_job_details_show_the_queue_of_each_environment_host() -> None:
-    lines = _details({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
+    lines = _detail_lines({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
     assert any("6 sampling, 80 in environment, 1 scoring" in line for line in lines)
     assert "environment-0  80 in environment, 64 slots" in lines
 
@@ -188,7 +188,7 @@ def test_job_details_show_the_share_of_each_task() -> None:
     states = [SourceState(num_drawn=9, num_trained=6), SourceState(num_drawn=11, num_trained=2, num_useless=64)]
     line = "task sums: 25.0% of the trained groups (ratio 50.0%), 55.0% of the drawn; 2 trained, 0 filtered, 0 aborted"
     status = STATUS | {"sources": [view.line for view in count_by_source({"letters": 1, "sums": 1}, states)]}
-    lines = _details({"run_dir": "/runs/one", "last": {}, "status": status, "stop": "", "state": "running"})
+    lines = _detail_lines({"run_dir": "/runs/one", "last": {}, "status": status, "stop": "", "state": "running"})
     assert f"{line}, failing" in lines
 
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from distributed.security import Security
 
-from staleflow.pipeline.cluster.certificates import AUTHORITY, CERTIFICATE, KEY
+from staleflow.pipeline.cluster.certificates import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from tests.jobs.test_jobs import DRY
 from tests.support import fake_nvml
 
@@ -157,7 +157,9 @@ def test_the_dask_configuration_requires_tls(manifests: dict[str, dict[str, Any]
         assert security.require_encryption
         for role in ("scheduler", "worker", "client"):
             tls = security.get_tls_config_for_role(role)
-            assert [tls["ca_file"], tls["cert"], tls["key"]] == [f"/certs/{n}" for n in (AUTHORITY, CERTIFICATE, KEY)]
+            assert [tls["ca_file"], tls["cert"], tls["key"]] == [
+                f"/certs/{n}" for n in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE)
+            ]
         assert dask.config.get("distributed.comm.default-scheme") == "tls"
         assert dask.config.get("distributed.worker.daemon") is False
     mounts = [mount for pod in pods(manifests).values() for mount in pod["containers"][0]["volumeMounts"]]
@@ -255,7 +257,7 @@ def test_a_job_runs_by_the_batch_script_on_simulated_gpus(tmp_path: Path) -> Non
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert list((tmp_path / "runs").iterdir())
-    assert not (tmp_path / "certs-7" / KEY).exists()
+    assert not (tmp_path / "certs-7" / KEY_FILE).exists()
 
 
 # -- Docker ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,13 @@ PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
 
 
 def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: int = 1, teachers: int = 0) -> Needs:
-    return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks, teachers=teachers)
+    return Needs(
+        num_instances=instances,
+        num_reward_workers=rewards,
+        has_driver_worker=driver,
+        num_ranks=ranks,
+        num_teachers=teachers,
+    )
 
 
 def choose(

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from staleflow.pipeline.cluster.gang import Needs, RoleSets, WorkerGpus, choose_workers, roles_by_worker
+from staleflow.pipeline.cluster.gang import Needs, RoleSetByWorker, WorkerGpus, choose_workers, roles_by_worker
 from staleflow.pipeline.cluster.job_queue import (
     WAITS_FOR_GPU_REPORT,
     JobQueue,
@@ -18,7 +18,7 @@ from staleflow.pipeline.placement.devices import Device, parse_fleet
 
 
 def needs_workers(workers: int) -> Needs:
-    return Needs(instances=workers - 2, rewards=1, driver=True)
+    return Needs(num_instances=workers - 2, num_reward_workers=1, has_driver_worker=True)
 
 
 def make_queue(workers: str, *jobs: tuple[str, int]) -> JobQueue:
@@ -39,12 +39,12 @@ def queue_of_roles(**workers: str) -> JobQueue:
     return queue
 
 
-def are_enough(needs: Needs, role_sets: RoleSets) -> bool:
+def are_enough(needs: Needs, role_sets: RoleSetByWorker) -> bool:
     return choose_workers(needs, role_sets, role_sets, with_surplus=False) is not None
 
 
 def admit(queue: JobQueue, now: float = 0.0) -> list[str]:
-    return list(queue.admit_ready(now)[0])
+    return list(queue.admit_jobs(now)[0])
 
 
 def test_a_job_has_all_workers_it_needs_or_none() -> None:
@@ -88,10 +88,10 @@ def test_the_wait_limit_is_for_waiting_jobs() -> None:
     queue = make_queue("abc")
     queue.add_job("runs", "/runs/runs", needs_workers(3), 5.0, 0.0)
     queue.add_job("waits", "/runs/waits", needs_workers(3), 5.0, 0.0)
-    assert queue.admit_ready(4.0)[1] == []
-    assert queue.admit_ready(6.0)[1] == ["waits"]
+    assert queue.admit_jobs(4.0)[1] == []
+    assert queue.admit_jobs(6.0)[1] == ["waits"]
     queue.remove_job("runs")
-    gangs, expired = queue.admit_ready(7.0)
+    gangs, expired = queue.admit_jobs(7.0)
     assert (list(gangs), expired) == (["waits"], []), "it is admitted late"
 
 
@@ -101,8 +101,8 @@ def test_the_wait_limit_begins_anew_for_a_job_whose_driver_is_lost() -> None:
     assert admit(queue) == ["first"]
     for address in queue.requeue_after_driver_loss("first", 100.0):
         queue.remove_worker(address, 101.0)
-    assert queue.admit_ready(104.0)[1] == []
-    assert queue.admit_ready(106.0)[1] == ["first"]
+    assert queue.admit_jobs(104.0)[1] == []
+    assert queue.admit_jobs(106.0)[1] == ["first"]
 
 
 def test_workers_of_a_lost_driver_are_not_assigned_before_their_restart() -> None:
@@ -175,7 +175,7 @@ def test_a_worker_with_an_engine_is_reserved_for_the_next_driver_of_its_job() ->
     assert engine in queue.unavailable_workers("second")
     assert engine in queue.unavailable_workers("")
     restart(queue, "abcd".replace(engine, ""))
-    gangs, _ = queue.admit_ready(3.0)
+    gangs, _ = queue.admit_jobs(3.0)
     assert list(gangs) == ["first"]
     assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
     assert queue.unavailable_workers("first") == []
@@ -258,7 +258,7 @@ def test_a_reserved_worker_that_the_job_does_not_get_is_restarted_first() -> Non
     for address in engines:
         queue.reserve_or_restart(address, 1.0)
     restart(queue, "".join(address for address in "abcd" if address not in engines))
-    ((id, gang),) = queue.admit_ready(3.0)[0].items()
+    ((id, gang),) = queue.admit_jobs(3.0)[0].items()
     assert id == "first"
     assert queue.take_pending_restarts() == [address for address in engines if address not in gang] != []
 
@@ -339,13 +339,17 @@ def test_a_running_job_gets_its_lost_worker_back_before_others_start() -> None:
 
 def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server reward", x="reward")
-    queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    queue.add_job(
+        "first", "/runs/first", Needs(num_instances=1, num_reward_workers=1, has_driver_worker=False), 0.0, 0.0
+    )
     assert admit(queue) == ["first"]
     assert queue.workers_of("first")["x"] == ("reward",)
     queue.remove_worker("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
         queue.add_worker(address, dict.fromkeys(roles, 1.0))
-    queue.add_job("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    queue.add_job(
+        "second", "/runs/second", Needs(num_instances=1, num_reward_workers=1, has_driver_worker=False), 0.0, 0.0
+    )
     assert admit(queue, 1.0) == []
     assert queue.claim_worker("first", "s", "reward")
     assert admit(queue, 1.0) == ["second"], "the first one waits for none any more"
@@ -354,7 +358,7 @@ def test_a_role_that_shares_a_worker_after_a_loss_gets_no_other() -> None:
 
 def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
-    needs = Needs(instances=1, rewards=3, driver=True)
+    needs = Needs(num_instances=1, num_reward_workers=3, has_driver_worker=True)
     queue.add_job("first", "/runs/first", needs, 0.0, 0.0)
     assert admit(queue) == ["first"]
     assert {a for a, roles in queue.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
@@ -381,7 +385,7 @@ def test_extra_reward_workers_are_released_for_a_job_that_could_start() -> None:
 
 def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server", x="reward", y="reward")
-    needs = Needs(instances=1, rewards=2, driver=True)
+    needs = Needs(num_instances=1, num_reward_workers=2, has_driver_worker=True)
     for id in ("first", "second"):
         queue.add_job(id, f"/runs/{id}", needs, 0.0, 0.0)
     assert admit(queue) == ["first"]
@@ -393,7 +397,7 @@ def test_no_extra_worker_is_assigned_while_another_job_waits() -> None:
 
 def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
     queue = make_queue("abcd", ("first", 3), ("second", 3))
-    (gang,) = queue.admit_ready(0.0)[0].values()
+    (gang,) = queue.admit_jobs(0.0)[0].values()
     place = find_driver_worker(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
     queue.remove_worker(lost, 1.0)
@@ -412,8 +416,10 @@ def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
 
 def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server reward rollout")
-    queue.add_job("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
-    (gang,) = queue.admit_ready(0.0)[0].values()
+    queue.add_job(
+        "first", "/runs/first", Needs(num_instances=1, num_reward_workers=1, has_driver_worker=True), 0.0, 0.0
+    )
+    (gang,) = queue.admit_jobs(0.0)[0].values()
     assert find_driver_worker(gang) == "s"
     queue.remove_worker("t", 1.0)
     queue.add_worker("t2", {"trainer": 1.0})
@@ -449,7 +455,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(target=jobs, instances=st.integers(1, 3), driver=st.booleans())
     def enter(self, instances: int, driver: bool) -> str:
         self.number += 1
-        needs = Needs(instances=instances, rewards=1, driver=driver)
+        needs = Needs(num_instances=instances, num_reward_workers=1, has_driver_worker=driver)
         self.one.add_job(f"j{self.number}", f"/runs/{self.number}", needs, 0.0, self.now)
         return f"j{self.number}"
 
@@ -484,7 +490,7 @@ class Cluster(RuleBasedStateMachine):
     def serve(self, later: float) -> None:
         self.now += later
         before = {entry.id for entry in self.one.entries.values() if not entry.num_workers}
-        gangs, _ = self.one.admit_ready(self.now)
+        gangs, _ = self.one.admit_jobs(self.now)
         kinds = roles_by_worker(self.one.workers)
         waiting = False
         for id, entry in self.one.entries.items():
@@ -535,7 +541,13 @@ def join(queue: JobQueue, address: str, host: str, devices: tuple[Device, ...]) 
 
 
 def gpu_job(instances: int, ranks: int = 1, tensor_parallel: int = 1) -> Needs:
-    return Needs(instances=instances, rewards=1, driver=True, ranks=ranks, instance_gpus=tensor_parallel)
+    return Needs(
+        num_instances=instances,
+        num_reward_workers=1,
+        has_driver_worker=True,
+        num_ranks=ranks,
+        gpus_per_instance=tensor_parallel,
+    )
 
 
 def enter(queue: JobQueue, id: str, needs: Needs) -> None:
@@ -547,7 +559,7 @@ def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> No
     queue = gpu_queue("8xH100-80", rotated=rotated)
     enter(queue, "first", gpu_job(instances=6, ranks=2))
     assert admit(queue) == ["first"]
-    visible = queue.visible_devices("first")
+    visible = queue.cuda_visible_devices("first")
     assert sorted(text for text in visible.values() if text) == [str(n) for n in range(8)]
     assert visible["plain-0"] == "" and set(queue.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
     assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in queue.placement_text("first")
@@ -558,7 +570,7 @@ def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
     enter(queue, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admit(queue) == ["first"]
     (instance,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
-    assert len(queue.visible_devices("first")[instance].split(",")) == 2
+    assert len(queue.cuda_visible_devices("first")[instance].split(",")) == 2
     apart = gpu_queue("4xH100-80")
     enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
     assert admit(apart) == []
@@ -570,7 +582,9 @@ def test_the_queue_counts_gpus_and_not_processes() -> None:
     queue = gpu_queue("4xH100-80", rotated=True, plain=12)
     enter(queue, "first", gpu_job(instances=2))
     enter(queue, "second", gpu_job(instances=2))
-    enter(queue, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
+    enter(
+        queue, "third", Needs(num_instances=2, num_reward_workers=1, has_driver_worker=True)
+    )  # computes on no GPU, but does not go ahead
     assert admit(queue) == ["first"]
     why = queue.entries["second"].reason
     assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
@@ -586,15 +600,17 @@ def test_a_lost_gpu_is_replaced_on_its_host_or_near_the_weights() -> None:
     (address,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
     host = address.partition(":")[0]
     queue.remove_worker(address, 1.0)
-    assert queue.claim_gpus("first", "rollout", dry_run=True) == queue.claim_gpus("first", "rollout", dry_run=True)
-    second = queue.claim_gpus("first", "rollout")
+    assert queue.claim_gpu_worker("first", "rollout", dry_run=True) == queue.claim_gpu_worker(
+        "first", "rollout", dry_run=True
+    )
+    second = queue.claim_gpu_worker("first", "rollout")
     assert second.startswith(host) and second != address
-    assert queue.visible_devices("first")[second] == second.partition(":")[2]
+    assert queue.cuda_visible_devices("first")[second] == second.partition(":")[2]
     queue.remove_worker(second, 2.0)
     spare = [a for a in queue.free_workers if a.startswith(host)]
     if not spare:
-        assert queue.claim_gpus("first", "rollout") and not queue.claim_gpus(
-            "first", "rollout", avoid=queue.free_workers
+        assert queue.claim_gpu_worker("first", "rollout") and not queue.claim_gpu_worker(
+            "first", "rollout", avoided_workers=queue.free_workers
         )
 
 
@@ -605,12 +621,12 @@ def test_each_lost_gpu_is_replaced_once_near_its_own_place() -> None:
     instances = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
     by_host = {host: [a for a in instances if a.startswith(host)] for host in ("node-0", "node-1")}
     full, other = sorted(by_host, key=lambda host: -len(by_host[host]))
-    devices = queue.gpus[by_host[full][0]].devices
+    devices = queue.worker_gpus[by_host[full][0]].devices
     queue.remove_worker(by_host[full][0], 1.0)
-    assert queue.claim_gpus("first", "rollout").startswith(other)
+    assert queue.claim_gpu_worker("first", "rollout").startswith(other)
     join(queue, "again", full, devices)
     queue.remove_worker(by_host[other][0], 2.0)
-    assert queue.claim_gpus("first", "rollout").startswith(other), "the place of the first loss is taken"
+    assert queue.claim_gpu_worker("first", "rollout").startswith(other), "the place of the first loss is taken"
 
 
 def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
@@ -618,10 +634,10 @@ def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
     enter(queue, "first", gpu_job(instances=1))
     assert admit(queue) == ["first"]
     (address,) = [a for a, roles in queue.workers_of("first").items() if roles == ("rollout",)]
-    assert queue.claim_gpus("first", "rollout", avoid=[address]) == ""
+    assert queue.claim_gpu_worker("first", "rollout", avoided_workers=[address]) == ""
     queue.remove_worker(address, 1.0)
-    join(queue, "again", "node-0", queue.gpus[address].devices)
-    assert queue.claim_gpus("first", "rollout", avoid=[address]) == "again"
+    join(queue, "again", "node-0", queue.worker_gpus[address].devices)
+    assert queue.claim_gpu_worker("first", "rollout", avoided_workers=[address]) == "again"
 
 
 def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> None:
@@ -629,12 +645,12 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> 
     enter(queue, "first", gpu_job(instances=1))
     enter(queue, "second", gpu_job(instances=1))
     assert admit(queue) == ["first"]
-    heavy = [a for a, text in queue.visible_devices("first").items() if text]
+    heavy = [a for a, text in queue.cuda_visible_devices("first").items() if text]
     queue.restart_gpu_workers("first", [*heavy, "plain-0"])
     queue.remove_job("first")
     assert admit(queue) == [] and sorted(queue.take_pending_restarts()) == sorted(heavy)
     for number, address in enumerate(heavy):
-        devices = queue.gpus[address].devices
+        devices = queue.worker_gpus[address].devices
         queue.remove_worker(address, 1.0)
         join(queue, f"again-{number}", "node-0", devices)
     assert admit(queue) == ["second"]
@@ -644,7 +660,7 @@ def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
     queue = gpu_queue("2xH100-80")
     queue.add_worker("silent", {}, 0.0)
     enter(queue, "first", gpu_job(instances=1))
-    enter(queue, "plain", Needs(instances=1, rewards=1, driver=True))
+    enter(queue, "plain", Needs(num_instances=1, num_reward_workers=1, has_driver_worker=True))
     assert admit(queue) == [] and queue.entries["first"].reason == WAITS_FOR_GPU_REPORT
     assert admit(queue, REPORT_LIMIT_S + 1.0) == ["first"]
 
@@ -660,6 +676,6 @@ def test_no_job_waits_for_the_gpus_of_a_worker_that_has_left() -> None:
 def test_without_gpus_a_job_with_optional_gpus_runs_and_one_with_required_gpus_waits() -> None:
     queue = make_queue("abc")
     enter(queue, "auto", gpu_job(instances=1))
-    assert admit(queue) == ["auto"] and queue.visible_devices("auto") == {} and queue.placement_text("auto") == ""
-    asks = Needs(instances=1, rewards=1, driver=True, instance_gpus=1, gpus=2)
+    assert admit(queue) == ["auto"] and queue.cuda_visible_devices("auto") == {} and queue.placement_text("auto") == ""
+    asks = Needs(num_instances=1, num_reward_workers=1, has_driver_worker=True, gpus_per_instance=1, max_gpus=2)
     assert queue.gpu_shortage(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"

@@ -23,7 +23,7 @@ from staleflow.pipeline.cluster import driver_watch, job_queue, job_registry, wo
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.driver_watch import DriverWatch
 from staleflow.pipeline.cluster.job_registry import JobRegistry
-from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.cluster.plugin import ensure_job_registry
 from staleflow.pipeline.cluster.submitted_job import Job
 
 
@@ -44,7 +44,7 @@ def test_the_registry_implements_every_call_of_its_clients(verb: str) -> None:
 
 
 def test_an_unknown_call_asks_for_the_same_version() -> None:
-    assert registry_calls() >= {"queue", "submit", "claim"}
+    assert registry_calls() >= {"enqueue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
         JobRegistry().dispatch("dance")
 
@@ -59,7 +59,7 @@ def test_a_call_fails_on_a_scheduler_without_a_registry() -> None:
         ):
             with pytest.raises(OSError, match="has no job registry"):
                 await job_registry.ask(client, "jobs")
-            await ensure(client)
+            await ensure_job_registry(client)
             assert await job_registry.ask(client, "jobs") == ()
 
     asyncio.run(ask_for_jobs())
@@ -69,7 +69,7 @@ def test_an_end_message_for_an_unknown_job_is_ignored() -> None:
     """A driver that reconnects after a restart of the scheduler reports the end of a job that the new registry does not
     know."""
     registry = JobRegistry()
-    registry.dispatch("end", id="of-the-scheduler-before")
+    registry.dispatch("release_workers", id="of-the-scheduler-before")
     assert registry.dispatch("jobs") == []
 
 
@@ -94,14 +94,14 @@ def test_the_registry_keeps_the_latest_jobs_and_all_that_have_not_ended() -> Non
     assert list(registry.jobs) == ["job-0", *ids[11:]]
 
 
-NEEDS = {"instances": 1, "rewards": 1, "driver": True}
+NEEDS = {"num_instances": 1, "num_reward_workers": 1, "has_driver_worker": True}
 
 
 async def drive(id: str, seconds: float) -> str:
     """A driver that starts like a real one and runs for a while."""
     worker = get_worker()
     async with ClusterAddress(address=worker.scheduler.address).open_client() as client:
-        if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
+        if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver_client=client.id):
             raise Reschedule
         report: dict[str, Any] = {"status": {}, "steps": [], "lines": []}
         await job_registry.ask(client, "report", id=id, state="running", why="", **report)
@@ -109,7 +109,7 @@ async def drive(id: str, seconds: float) -> str:
         while asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
         await job_registry.ask(client, "report", id=id, state="done", why="", **report)
-        await job_registry.ask(client, "end", id=id)
+        await job_registry.ask(client, "release_workers", id=id)
         return "done"
 
 
@@ -128,7 +128,7 @@ class Jobs:
     async def submit(
         self, id: str, seconds: float, driver: Callable[[str, float], Awaitable[str]] = drive, **limits: Any
     ) -> dict[str, Any]:
-        limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
+        limits = {"needs": NEEDS, "wait_limit_s": 0.0, "by": self.client.id, **limits}
         await job_registry.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
         sent = self.client.submit(
             driver, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
@@ -166,7 +166,7 @@ async def jobs_on(workers: int) -> AsyncIterator[Jobs]:
         ) as cluster,
         Client(cluster, asynchronous=True) as client,
     ):
-        await ensure(client)
+        await ensure_job_registry(client)
         yield Jobs(cluster, client)
 
 
@@ -192,7 +192,7 @@ async def test_a_waiting_job_starts_when_the_job_before_it_has_ended() -> None:
         await jobs.until("one", "done")
         await jobs.until("two", "done")
         assert await jobs.lines("two") == [f"waits: {two['why']}", "has its 3 workers"]
-        assert not await job_registry.ask(jobs.client, "unavailable", owner="")
+        assert not await job_registry.ask(jobs.client, "unavailable", id="")
 
 
 async def test_a_job_larger_than_the_cluster_waits_for_workers() -> None:
@@ -220,7 +220,7 @@ async def test_a_job_waits_longer_than_no_workers_timeout() -> None:
 async def test_a_waiting_job_is_cancelled_at_once_or_after_wait_s() -> None:
     async with jobs_on(2) as jobs:
         await jobs.submit("one", 0.1)
-        await jobs.submit("two", 0.1, wait_s=0.5)
+        await jobs.submit("two", 0.1, wait_limit_s=0.5)
         assert await job_registry.ask(jobs.client, "stop", id="one", why="cancelled") == "waiting"
         one = await jobs.of("one")
         assert (one["state"], one["why"]) == ("stopped", "cancelled")
@@ -314,12 +314,16 @@ def test_workers_of_a_dead_driver_are_killed_and_restarted(tmp_path: Path) -> No
             LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
-            await ensure(client)
+            await ensure_job_registry(client)
             before, _ = await client.run(os.getpid)
             async with Client(cluster, asynchronous=True, set_as_default=False) as theirs:
-                await job_registry.ask(theirs, "submit", id="run", name="run", run_dir="/runs/x", steps=1, by=theirs.id)
-                needs = {"instances": 0, "rewards": 1, "driver": False}
-                await job_registry.ask(theirs, "queue", id="run", needs=needs, wait_s=0.0, driver=theirs.id)
+                await job_registry.ask(
+                    theirs, "submit", id="run", name="run", run_dir="/runs/x", steps=1, submitter=theirs.id
+                )
+                needs = {"num_instances": 0, "num_reward_workers": 1, "has_driver_worker": False}
+                await job_registry.ask(
+                    theirs, "enqueue", id="run", needs=needs, wait_limit_s=0.0, driver_client=theirs.id
+                )
                 assert await theirs.submit(Closing, str(tmp_path / "closed"), actor=True, workers=[before])
                 assert len(await job_registry.ask(client, "workers_of", id="run")) == 2
             async with asyncio.timeout(60.0):
@@ -336,7 +340,7 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
         async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
             for id in ("run", "waits"):
                 await job_registry.ask(theirs, "submit", id=id, name=id, steps=1, run_dir=f"/runs/{id}")
-                await job_registry.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
+                await job_registry.ask(theirs, "enqueue", id=id, needs=NEEDS, wait_limit_s=0.0, driver_client=theirs.id)
             assert (await job_registry.ask(theirs, "check_admission", id="run"))["admitted"]
             assert not (await job_registry.ask(theirs, "check_admission", id="waits"))["admitted"]
             received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
@@ -344,38 +348,38 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
         for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process of its driver is gone"
         async with asyncio.timeout(60):
-            while await job_registry.ask(jobs.client, "unavailable", owner=""):
+            while await job_registry.ask(jobs.client, "unavailable", id=""):
                 await asyncio.sleep(0.05)
 
 
 def silent_jobs(**changes: Any) -> list[str]:
     """Return the jobs whose drivers are silent at second 1,000, for one that was last heard of at second 900."""
-    at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
+    at: dict[str, Any] = {"heard": 900.0, "awake_since_s": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
     job = Job(
-        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client=at.get("client", "c"),
+        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client_id=at.get("client", "c"),
         driver_worker=at.get("driver_worker", "w"), reported_at=at.get("admitted", 0.0),
     )  # fmt: skip
     clients = {str(number): SimpleNamespace(last_seen=1000.0) for number in range(at.get("other_clients", 0))}
     clients["c"] = SimpleNamespace(last_seen=at["heard"])
     workers = {"w": SimpleNamespace(nanny=at["nanny"])}
     scheduler = SimpleNamespace(clients=clients, workers=workers)
-    watch = DriverWatch(scheduler, {"a": job}, on_silent=lambda job, lease_s: None)
-    watch.silent_drivers(1000.0 - at.get("left_before_s", 0.0), at["awake_since"])
+    watch = DriverWatch(scheduler, {"a": job}, on_silent=lambda job, silence_limit_s: None)
+    watch.jobs_with_silent_driver(1000.0 - at.get("left_before_s", 0.0), at["awake_since_s"])
     for number in range(at.get("num_left", 0)):
         del clients[str(number)]
-    return [job.id for job, _ in watch.silent_drivers(1000.0, at["awake_since"])]
+    return [job.id for job, _ in watch.jobs_with_silent_driver(1000.0, at["awake_since_s"])]
 
 
 def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
     assert silent_jobs() == ["a"]
-    assert silent_jobs(heard=1000.0 - driver_watch.LEASE_S) == []
+    assert silent_jobs(heard=1000.0 - driver_watch.MIN_SILENCE_LIMIT_S) == []
     assert silent_jobs(other_clients=999) == [], "among so many clients each sends a heartbeat a minute"
     assert silent_jobs(other_clients=999, heard=800.0) == ["a"]
     assert silent_jobs(other_clients=999, num_left=999, left_before_s=600.0) == [], "it keeps that interval"
     assert silent_jobs(other_clients=999, num_left=999, left_before_s=1000.0) == ["a"]
     with dask.config.set({"distributed.client.heartbeat": "2 minutes"}):
         assert silent_jobs() == []
-    assert silent_jobs(awake_since=950.0) == [], "the scheduler itself was stopped"
+    assert silent_jobs(awake_since_s=950.0) == [], "the scheduler itself was stopped"
     assert silent_jobs(nanny=None) == [], "without a nanny there might be two drivers"
     assert silent_jobs(state="done") == []
     assert silent_jobs(driver_worker="") == [], "a command in the foreground, which a person may have stopped"
@@ -384,9 +388,9 @@ def test_a_driver_without_contact_for_the_lease_is_lost() -> None:
 def test_a_driver_that_has_not_begun_long_after_its_admission_is_lost() -> None:
     """It hangs before the scheduler knows its client, which sends heartbeats."""
     not_begun = {"state": "waiting", "client": ""}
-    assert silent_jobs(**not_begun, admitted=999.0 - driver_watch.BEGIN_S) == ["a"]
-    assert silent_jobs(**not_begun, admitted=1000.0 - driver_watch.BEGIN_S) == []
-    assert silent_jobs(**not_begun, admitted=100.0, awake_since=950.0) == []
+    assert silent_jobs(**not_begun, admitted=999.0 - driver_watch.FIRST_REQUEST_S) == ["a"]
+    assert silent_jobs(**not_begun, admitted=1000.0 - driver_watch.FIRST_REQUEST_S) == []
+    assert silent_jobs(**not_begun, admitted=100.0, awake_since_s=950.0) == []
     assert silent_jobs(**not_begun, admitted=100.0, driver_worker="") == [], "it waits for workers"
 
 
@@ -405,14 +409,14 @@ class Clock:
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[list[str]]]:
     """Run a watch for a hundred checks; returns the jobs whose drivers it reported as lost."""
-    monkeypatch.setattr(driver_watch, "CHECK_S", 0.001)
+    monkeypatch.setattr(driver_watch, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(driver_watch, "MISSED_HEARTBEATS", 0)
 
-    async def watch(clock: Clock, lease_s: float) -> list[str]:
+    async def watch(clock: Clock, silence_limit_s: float) -> list[str]:
         monkeypatch.setattr(driver_watch, "time", clock)
-        monkeypatch.setattr(driver_watch, "LEASE_S", lease_s)
+        monkeypatch.setattr(driver_watch, "MIN_SILENCE_LIMIT_S", silence_limit_s)
         clients, workers = {"c": SimpleNamespace(last_seen=1000.0)}, {"w": SimpleNamespace(nanny="tcp://nanny")}
-        job = Job("a", "a", "/runs/a", 1, 0.0, state="running", client="c", driver_worker="w")
+        job = Job("a", "a", "/runs/a", 1, 0.0, state="running", client_id="c", driver_worker="w")
         silent: list[str] = []
         scheduler = SimpleNamespace(clients=clients, workers=workers)
         running = asyncio.ensure_future(DriverWatch(scheduler, {"a": job}, lambda job, _: silent.append(job.id)).run())
@@ -439,9 +443,9 @@ async def test_the_drivers_of_a_stopped_scheduler_are_not_silent(
 
 @pytest.mark.slow
 def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_watch, "LEASE_S", 3.0)
+    monkeypatch.setattr(driver_watch, "MIN_SILENCE_LIMIT_S", 3.0)
     monkeypatch.setattr(driver_watch, "MISSED_HEARTBEATS", 0)
-    monkeypatch.setattr(driver_watch, "CHECK_S", 0.5)
+    monkeypatch.setattr(driver_watch, "CHECK_INTERVAL_S", 0.5)
 
     async def scenario() -> None:
         async with (
@@ -450,7 +454,7 @@ def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pyt
             ) as cluster,
             Client(cluster, asynchronous=True) as client,
         ):
-            await ensure(client)
+            await ensure_job_registry(client)
             jobs = Jobs(cluster, client)
             await jobs.submit("a", 15.0)
             await jobs.until("a", "running")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from staleflow.pipeline.cluster.certificates import create_certificates, scheduler_address
+from staleflow.pipeline.cluster.certificates import create_certificates, read_scheduler_address
 from staleflow.pipeline.cluster.open_ports import open_dask_ports
 from staleflow.stores.errors import ConfigError
 from tests.commands import command, error_line
@@ -103,7 +103,7 @@ def test_a_cluster_may_start_without_workers(tmp_path: Path) -> None:
 def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: Path) -> None:
     folder = tmp_path / "certificates"
     create_certificates(folder, ["head"], "tls://head:8786")
-    assert scheduler_address(folder) == "tls://head:8786"
+    assert read_scheduler_address(folder) == "tls://head:8786"
     with pytest.raises(ConfigError, match="exists already"):
         create_certificates(folder, ["head"], "tls://head:8786")
     other = error_line("cluster", folder, "--port", 8999)

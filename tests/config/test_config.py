@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
-from staleflow.pipeline.config.model_facts import check_teacher, inspect_teacher
+from staleflow.pipeline.config.model_facts import check_teacher_fits, check_teacher_models
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.migration import LargestGain, NoMigration
 from staleflow.stores.errors import ConfigError
@@ -222,9 +222,9 @@ def test_a_teacher_has_to_fit_the_longest_trajectory(tmp_path: Path) -> None:
     context = {"max_position_embeddings": 512, "vocab_size": 32}
     for engine, most in (("transformers", 512), ("vllm", 511)):
         name = f"teacher.engine.name={engine}"
-        check_teacher(load(tmp_path, GOOD, *TEACHER, name, f"rollout.engine.kv_tokens={most}"), context, context)
+        check_teacher_fits(load(tmp_path, GOOD, *TEACHER, name, f"rollout.engine.kv_tokens={most}"), context, context)
         with pytest.raises(ConfigError, match=f"model.path: its .* set rollout.engine.kv_tokens to at most {most}"):
-            check_teacher(
+            check_teacher_fits(
                 load(tmp_path, GOOD, *TEACHER, name, f"rollout.engine.kv_tokens={most + 1}"),
                 context | {"max_position_embeddings": 1024},
                 context,
@@ -237,9 +237,9 @@ def test_the_configuration_of_a_reference_is_read_where_the_run_is(tmp_path: Pat
     settings = json.loads((reference / "config.json").read_text())
     (reference / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
     policy = f"model.path={tiny_model}"
-    inspect_teacher(load(tmp_path, GOOD, *TEACHER, policy))
+    check_teacher_models(load(tmp_path, GOOD, *TEACHER, policy))
     with pytest.raises(ConfigError, match=r"training\.kl\.reference: its context is 16 tokens"):
-        inspect_teacher(load(tmp_path, GOOD, *TEACHER, policy, f"training.kl.reference={reference}"))
+        check_teacher_models(load(tmp_path, GOOD, *TEACHER, policy, f"training.kl.reference={reference}"))
 
 
 ADAPTER = "rollout.on_pull=adapter"
@@ -317,7 +317,7 @@ def test_doubled_braces_in_a_template_are_literal(tmp_path: Path) -> None:
 
 
 def test_every_knob_has_a_description(tmp_path: Path) -> None:
-    rows = schema.explain(load(tmp_path))
+    rows = schema.explain_config(load(tmp_path))
     assert all(r.doc for r in rows)
     assert {r.key for r in rows} >= {"staleness.eta", "rollout.engine.kv_tokens", "trajectories_per_step"}
 
@@ -340,7 +340,7 @@ def test_an_example_without_its_model_names_the_make_target(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     for path in paths:
         with pytest.raises(ConfigError, match=r"no such folder; `make ([a-z0-9-]+)` creates it") as refused:
-            model_files.find_model(path)
+            model_files.find_model_folder(path)
         target = str(refused.value).split("`")[1].removeprefix("make ")
         recipe = makefile.split(f"\n{target}: ")[1].split("\n\n")[0]
         assert f"--out {path}" in recipe

@@ -58,7 +58,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.chdir(tmp_path)
         (toml,) = blocks(heading, "toml")
         config = loading.from_tree(merge(merge(JOB, tomllib.loads(toml)), changes), heading)
-        user_files.check_strategies(config)
+        user_files.check_user_code(config)
         return user_files.with_absolute_paths(config)
 
     return made

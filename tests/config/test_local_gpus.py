@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.pipeline.config import loading, local_gpus
 from staleflow.pipeline.config.size_plan import place_locally
-from staleflow.pipeline.placement.devices import GB, Device, describe
+from staleflow.pipeline.placement.devices import GB, Device, describe_devices
 from staleflow.stores.errors import ConfigError
 from tests.commands import command
 from tests.support.fake_nvml import pynvml
@@ -29,8 +29,8 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> tuple[Device, ...]:
 
 
 def test_devices_have_memory_and_a_link_domain(eight: tuple[Device, ...]) -> None:
-    assert describe(eight) == "8 x H100 80 GB"
-    assert [device.visible for device in eight] == [str(n) for n in range(8)]
+    assert describe_devices(eight) == "8 x H100 80 GB"
+    assert [device.visible_id for device in eight] == [str(n) for n in range(8)]
     assert {device.link_domain for device in eight} == {"nvlink-0"}
     assert eight[3].uuid == "GPU-host-3" and eight[3].memory_bytes == 80 * GB
 
@@ -45,19 +45,19 @@ def test_cuda_visible_devices_is_respected(
     """Rotated lists as of dask-cuda, UUIDs, an empty list, and lists that end at the first invalid entry, as in
     CUDA."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert "".join(device.visible for device in local_gpus.read_devices()) == numbers
+    assert "".join(device.visible_id for device in local_gpus.read_devices()) == numbers
 
 
 def test_devices_are_those_that_the_process_was_started_with(
     eight: tuple[Device, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler that was restarted asks the workers of an earlier run again, which use only a part of them."""
-    monkeypatch.setattr(local_gpus, "_STARTED_WITH", {})
+    monkeypatch.setattr(local_gpus, "_INITIAL_VISIBLE", {})
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     for visible in ("4", ""):
-        local_gpus.use_devices(visible)
-        assert [device.visible for device in local_gpus.read_devices()] == ["3", "4"]
+        local_gpus.restrict_devices(visible)
+        assert [device.visible_id for device in local_gpus.read_devices()] == ["3", "4"]
 
 
 def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeyp
     monkeypatch.setenv("FAKE_GPUS", "MIG-7xA100-10")
     slices = local_gpus.read_devices()
     assert len({device.link_domain for device in slices}) == 7
-    assert slices[2].visible == slices[2].uuid == "MIG-host-2"
+    assert slices[2].visible_id == slices[2].uuid == "MIG-host-2"
     monkeypatch.delenv("FAKE_GPUS")
     assert local_gpus.read_devices() == ()
 
@@ -120,13 +120,13 @@ def test_nine_gpus_of_eight_end_a_run_before_it_starts(job: Path, monkeypatch: p
 
 def test_use_devices_fails_once_cuda_is_initialized() -> None:
     script = (
-        "import os, sys, types; from staleflow.pipeline.config.local_gpus import use_devices\n"
-        "use_devices('2,3'); assert os.environ['CUDA_VISIBLE_DEVICES'] == '2,3'\n"
+        "import os, sys, types; from staleflow.pipeline.config.local_gpus import restrict_devices\n"
+        "restrict_devices('2,3'); assert os.environ['CUDA_VISIBLE_DEVICES'] == '2,3'\n"
         "assert 'torch' not in sys.modules\n"
         "cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
         "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
-        "use_devices('2,3')\n"
-        "try: use_devices('4')\n"
+        "restrict_devices('2,3')\n"
+        "try: restrict_devices('4')\n"
         "except RuntimeError as error: print(error)\n"
     )
     end = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

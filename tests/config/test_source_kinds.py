@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from staleflow.cli.main import cli
-from staleflow.pipeline.api.dry_running import make_dry_settings
+from staleflow.pipeline.api.dry_running import make_dry_job
 from staleflow.pipeline.config import loading, user_files
-from staleflow.pipeline.config.cross_checks import check_across
+from staleflow.pipeline.config.cross_checks import check_key_combinations
 from staleflow.pipeline.config.factories import make_strategies
 
 AGENT = "examples/agent.toml"
@@ -21,7 +21,7 @@ def test_has_environment_is_equal_for_every_command(tmp_path: Path) -> None:
     """`run` and the dry run resolve paths of the job first, `simulate` and `profile` do not."""
     loaded = loading.load(AGENT)
     located = user_files.with_absolute_paths(loaded)
-    tried = make_dry_settings(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)
+    tried = make_dry_job(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)
     assert located.has_environment
     assert loaded.has_environment
     assert tried.has_environment
@@ -46,6 +46,6 @@ DRY_JOBS = (
 def test_the_dry_run_of_a_valid_job_is_a_valid_job_that_keeps_nothing(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    tried = make_dry_settings(loading.load(AGENT, (f"model.path={tmp_path}", *overrides)), tmp_path)
-    check_across(tried, "dry")
+    tried = make_dry_job(loading.load(AGENT, (f"model.path={tmp_path}", *overrides)), tmp_path)
+    check_key_combinations(tried, "dry")
     assert (tried.store, tried.runs_dir) == ("", str(tmp_path))

@@ -178,7 +178,7 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> No
 def test_each_mistake_gives_a_one_line_error(user_file: Path, override: str, message: str) -> None:
     written = override.replace("{mine}", str(user_file)).replace("{dir}", str(user_file.parent))
     with pytest.raises(ConfigError) as caught:
-        user_files.check_strategies(job(*written.split()))
+        user_files.check_user_code(job(*written.split()))
     assert message.replace(r".*none.py", f"{user_file.parent}/none.py") in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_executed_gives_a_one_line_error(tmp_path: Path) -
     ):
         (tmp_path / "bad.py").write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:
-            user_files.check_strategies(job(f"rollout.routing={tmp_path}/bad.py:Rule"))
+            user_files.check_user_code(job(f"rollout.routing={tmp_path}/bad.py:Rule"))
         assert "\n" not in str(caught.value)
 
 
@@ -299,19 +299,19 @@ def test_files_named_by_a_job_are_packed_with_it(
     there = configure_for_cluster(Submission(id="x", job_toml=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
     assert there.rollout.routing.name == f"{there.run_dir}/code/routing_mine.py:Fullest"
-    user_files.check_strategies(there)
+    user_files.check_user_code(there)
     again, same = user_files.collect_code(there)  # gone on with from its folder
     assert (again.rollout.routing, same) == (config.rollout.routing, code)
 
 
 def test_a_run_keeps_its_rules_when_its_folder_moves(user_file: Path, tmp_path: Path) -> None:
     config = user_files.with_absolute_paths(job(f"rollout.routing={user_file}:First", f"runs_dir={tmp_path}/runs"))
-    kept, code = user_files.collect_code(config, user_files.copied_keys(config))
+    kept, code = user_files.collect_code(config, user_files.copied_code_keys(config))
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
     run_dir = prepare_run_dir(kept, code)
     user_file.write_text("")
     stored = loading.load(run_dir / "config.toml")
-    user_files.check_strategies(stored)
+    user_files.check_user_code(stored)
     elsewhere = run_dir.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="no such file"):
         make_coordinator(stored)

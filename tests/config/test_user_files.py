@@ -120,7 +120,7 @@ def test_reward_parts_are_written_explained_and_checked_by_name(folder: Path) ->
     config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
     (folder / "again.toml").write_text(knob_tree.to_toml(config))
     assert loading.load(folder / "again.toml") == config
-    rows = {row.key: row.value for row in schema.explain(config)}
+    rows = {row.key: row.value for row in schema.explain_config(config)}
     assert (rows["reward.parts.a.weight"], rows["reward.parts.b-2.function"]) == (0.5, "task")
     for override, message in (
         ("reward.parts.a.wieght=1", r"unknown key reward\.parts\.a\.wieght; did you mean reward\.parts\.a\.weight\?"),
@@ -135,7 +135,7 @@ def test_reward_parts_are_written_explained_and_checked_by_name(folder: Path) ->
 
 def test_code_of_tools_belongs_to_scoring_since_prompts_describe_tools(folder: Path) -> None:
     config = job('environment.tools=["a/mine.py:add"]')
-    assert "environment.tools.0" in user_files.scoring_keys(config)
+    assert "environment.tools.0" in user_files.scoring_code_keys(config)
 
 
 def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_code_of_an_evaluation_set_is_packed_and_restored(folder: Path) -> N
     assert (sets["one"].reward, sets["two"].source) == ("task", "")
     sent, code = user_files.collect_code(config)
     assert sorted(code.values()) == ["# a/mine.py\n", "# b/mine.py\n"]
-    assert {key for key in user_files.scoring_keys(config) if "sets" in key} == {
+    assert {key for key in user_files.scoring_code_keys(config) if "sets" in key} == {
         f"evaluation.sets.{name}.{key}" for name in ("one", "two") for key in ("source", "reward")
     }
     back = user_files.with_code_in(sent, folder / "code", code).evaluation.sets

@@ -62,12 +62,12 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> WorkersStub:
         return RunReport()
 
     monkeypatch.setattr(execution, "inspect_model", lambda config: SimpleNamespace(nonce="abcdef"))
-    monkeypatch.setattr(user_files, "check_strategies", lambda config: None)
+    monkeypatch.setattr(user_files, "check_user_code", lambda config: None)
     monkeypatch.setattr(execution, "_prepare_folder", lambda config, *, resume: (config, None, []))
     monkeypatch.setattr(execution, "Actors", lambda *_: None)
     monkeypatch.setattr(execution, "prepare_forecast", lambda *_: "")
     monkeypatch.setattr(execution, "_train", train)
-    monkeypatch.setattr(summary, "write_report", lambda *_: {})
+    monkeypatch.setattr(summary, "write_summary", lambda *_: {})
     monkeypatch.setattr(dask_workers, "check_gpus", answer)
     monkeypatch.setattr(dask_workers, "connect", give_workers)
     monkeypatch.setattr(job_registry, "ask", answer)
@@ -112,12 +112,12 @@ async def test_a_run_is_done_once_its_report_is_written(
 ) -> None:
     workers.begin.set()
     end = await execution.execute(config, RunListener())
-    assert (end.stopped, recorded_end(config)) == ("", ("done", ""))
+    assert (end.stop_reason, recorded_end(config)) == ("", ("done", ""))
 
     def fail(*_: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(summary, "write_report", fail)
+    monkeypatch.setattr(summary, "write_summary", fail)
     with pytest.raises(StoreError):
         await execution.execute(config, RunListener())
     assert recorded_end(config) == ("failed", "the disk is full")

@@ -14,7 +14,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs import execution, forecasting
 from staleflow.pipeline.jobs.forecasting import (
-    FILE,
+    FORECAST_FILE,
     compare_forecast,
     make_forecast,
     prepare_forecast,
@@ -22,7 +22,7 @@ from staleflow.pipeline.jobs.forecasting import (
     settings_digest,
     write_forecast,
 )
-from staleflow.pipeline.jobs.summary import write_report
+from staleflow.pipeline.jobs.summary import write_summary
 from staleflow.pipeline.processes import dask_workers
 from staleflow.pipeline.profiling.run_profile import profile_run, write_profile
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
@@ -43,7 +43,7 @@ def test_a_run_without_measured_times_is_not_forecast(tmp_path: Path, monkeypatc
     monkeypatch.setattr(forecasting, "make_forecast", None)  # nothing is simulated
     config = job(tmp_path)
     assert prepare_forecast(config, settings_digest(config)) == ""
-    assert not (config.run_dir / FILE).exists()
+    assert not (config.run_dir / FORECAST_FILE).exists()
     assert compare_forecast(config.run_dir, [], "") is None
 
 
@@ -86,19 +86,20 @@ def test_a_run_starts_without_a_forecast_that_takes_too_long(tmp_path: Path, mon
 def test_a_damaged_forecast_does_not_stop_a_run(tmp_path: Path) -> None:
     config = job(tmp_path)
     for text in ("{", json.dumps({"steps": 3}), "[]"):
-        (config.run_dir / FILE).write_text(text)
+        (config.run_dir / FORECAST_FILE).write_text(text)
         with pytest.raises(StoreError, match=r"forecast\.json: cannot be read: .*; remove it"):
             read_forecast(config.run_dir)
         assert prepare_forecast(config, "job").startswith("no forecast of this run: ")
-        (line,) = write_report(config, RunReport(), config.run_dir)["forecast"]["lines"]  # type: ignore[index]
-        assert line.startswith(f"not compared with its forecast: {config.run_dir / FILE}: cannot be read: ")
+        (line,) = write_summary(config, RunReport(), config.run_dir)["forecast"]["lines"]  # type: ignore[index]
+        assert line.startswith(f"not compared with its forecast: {config.run_dir / FORECAST_FILE}: cannot be read: ")
 
 
 def test_an_audit_says_that_a_damaged_forecast_is_not_compared(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, *SMALL)
-    (run / FILE).write_text("{")
+    (run / FORECAST_FILE).write_text("{")
     assert (
-        f"\n  not compared with its forecast: {run / FILE}: cannot be read: " in command("store", "audit", run).stdout
+        f"\n  not compared with its forecast: {run / FORECAST_FILE}: cannot be read: "
+        in command("store", "audit", run).stdout
     )
 
 

@@ -206,7 +206,7 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert job_end["why"] == ""
     store = check(far, 20)
     summary = json.loads((far / "summary.json").read_text())
-    assert [start.end for start in starts.read(far)] == ["", "done"], cluster("logs", id).stdout
+    assert [start.end for start in starts.read_start_records(far)] == ["", "done"], cluster("logs", id).stdout
     assert summary["commands"]["Train"] >= 20 - 1, "those before the driver's death, too, but for what it had not noted"
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 20 * 16
     exported = command(*export)  # there is room now

@@ -125,7 +125,7 @@ async def test_a_job_that_lost_its_last_instance_resumes(
         executions += 1
         if executions == 1:
             raise loss
-        return SimpleNamespace(stopped="")
+        return SimpleNamespace(stop_reason="")
 
     async def find(*_: Any) -> dict[str, str]:
         return {"id": "job", "run_dir": str(tmp_path), "stop": ""}
@@ -134,10 +134,13 @@ async def test_a_job_that_lost_its_last_instance_resumes(
         return ""
 
     monkeypatch.setattr(execution, "execute", execute)
-    monkeypatch.setattr(job_driver, "find", find)
+    monkeypatch.setattr(job_driver, "find_job", find)
     monkeypatch.setattr(job_registry, "ask", ask)
     config: Any = SimpleNamespace(run_dir=tmp_path, steps=3)
-    submission, task = job_driver.Submission(id="job", job_toml=""), execution.DriverTask(worker="", job_id="job")
+    submission, task = (
+        job_driver.Submission(id="job", job_toml=""),
+        execution.DriverTask(worker_address="", job_id="job"),
+    )
     assert await job_driver._resume_to_end(config, submission, task, None) == ("done", "")
     assert executions == 2
 
@@ -181,7 +184,7 @@ def test_the_record_of_a_job_without_news_is_written_regularly(tmp_path: Path, m
         is_written = []
         for _ in range(2):
             (tmp_path / run_folder.RECORD).unlink(missing_ok=True)
-            await asyncio.sleep(0.6 * reporter.RECORD_S)
+            await asyncio.sleep(0.6 * reporter.RECORD_INTERVAL_S)
             await job_reporter.report(None, "running", "")
             is_written.append(job_record.has_record(tmp_path))
         return is_written
@@ -284,10 +287,10 @@ async def test_a_submitted_job_writes_its_record_only_in_the_locked_folder(
     config = SimpleNamespace(run_dir=tmp_path, deadlines=SimpleNamespace(start_s=1.0))
     monkeypatch.setattr(job_driver, "configure_for_cluster", lambda *_: config)
     monkeypatch.setattr(job_driver, "_run_to_end", run_to_end)
-    monkeypatch.setattr(job_driver, "find", find)
+    monkeypatch.setattr(job_driver, "find_job", find)
     monkeypatch.setattr(job_registry, "ask", ask)
     monkeypatch.setattr(ClusterAddress, "open_client", open_client)
-    task = execution.DriverTask(worker="", job_id="job")
+    task = execution.DriverTask(worker_address="", job_id="job")
     end = await job_driver._run_driver(job_driver.Submission(id="job", job_toml=""), task, "", is_alive=lambda: True)
     state = "failed" if error else "done"
     assert end == state
@@ -295,6 +298,6 @@ async def test_a_submitted_job_writes_its_record_only_in_the_locked_folder(
         ("begin", "failed", False),
         ("runs", "waiting", True),
         ("report", state, False),
-        ("end", state, False),
+        ("release_workers", state, False),
     ]
     assert job_record.read(tmp_path)["submitted_at"] == 7.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.jobs.starts import Start, StartRecorder, read
-from staleflow.pipeline.jobs.summary import write_report
+from staleflow.pipeline.jobs.starts import Start, StartRecorder, read_start_records
+from staleflow.pipeline.jobs.summary import write_summary
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ActorLost, StoreError
 
@@ -35,12 +35,12 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     third = StartRecorder(tmp_path, 4, 12.0)
     with third.record_end():
         third.on_status(None, last)
-    assert [(item.version, item.end) for item in read(tmp_path)] == [
+    assert [(item.version, item.end) for item in read_start_records(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
     ]  # fmt: skip
-    assert [item.phases["wall_s"] for item in read(tmp_path)] == [8.0, 2.0, 18.0]
+    assert [item.phases["wall_s"] for item in read_start_records(tmp_path)] == [8.0, 2.0, 18.0]
 
-    summary = write_report(loading.from_tree({"rollout": {"engine": {"name": "emulated"}}}), last, tmp_path)
+    summary = write_summary(loading.from_tree({"rollout": {"engine": {"name": "emulated"}}}), last, tmp_path)
     assert summary["losses"] == ["3.0 s: rollout-0 is gone", "20.0 s: reward-0 is gone"]
     assert summary["alarms"] == ["drift"]
     assert summary["commands"] == {"Route": 7, "Pull": 1, "Train": 5}
@@ -60,24 +60,28 @@ def test_a_stop_is_recorded(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     with pytest.raises(OSError, match="disk"), StartRecorder(tmp_path, 0, 0.0).record_end():
         raise OSError("disk")  # before the driver is made
-    assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once", "failed: disk"]
+    assert [item.end for item in read_start_records(tmp_path)] == [
+        "stopped: cancelled",
+        "stopped at once",
+        "failed: disk",
+    ]
 
 
 def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> None:
-    assert read(tmp_path) == []
+    assert read_start_records(tmp_path) == []
     for content in ("{", "[3]", '[{"version": "one"}]', "7"):
         (tmp_path / "starts.json").write_text(content)
         with pytest.raises(
             StoreError, match=r"starts.json: cannot be read: .*; remove it to continue without earlier losses"
         ):
-            read(tmp_path)
+            read_start_records(tmp_path)
 
 
 def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
     starts, outcomes = StartRecorder(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
     starts.on_status(None, outcomes)
-    assert read(tmp_path) == [Start(0)]
+    assert read_start_records(tmp_path) == [Start(0)]
     outcomes.steps.append({"step": 0.0})
     starts.on_status(None, outcomes)
-    assert read(tmp_path) == [Start(0, commands={"Route": 1})]
+    assert read_start_records(tmp_path) == [Start(0, commands={"Route": 1})]

@@ -25,7 +25,7 @@ class KilledError(BaseException):
 
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
-    cluster = ClusterAddress(address=jobs.cluster.scheduler_address)
+    cluster = ClusterAddress(address=jobs.cluster.read_scheduler_address)
     return await job_driver.submit(loading.load(job), cluster, resume=resume)
 
 
@@ -49,8 +49,8 @@ async def registered_jobs(jobs: Jobs) -> list[dict[str, Any]]:
 async def test_a_driver_that_hangs_leaves_the_stacks_of_its_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_driver, "STUCK_S", 0.5)
-    path = tmp_path / job_driver.STACKS
+    monkeypatch.setattr(job_driver, "STUCK_LIMIT_S", 0.5)
+    path = tmp_path / job_driver.STACKS_FILE
 
     def hang_in_a_call() -> None:
         deadline = time.monotonic() + 60.0
@@ -61,7 +61,7 @@ async def test_a_driver_that_hangs_leaves_the_stacks_of_its_threads(
         await asyncio.sleep(0.01)
         hang_in_a_call()
     assert "in hang_in_a_call" in path.read_text()
-    monkeypatch.setattr(job_driver, "STUCK_S", 600.0)
+    monkeypatch.setattr(job_driver, "STUCK_LIMIT_S", 600.0)
     async with job_driver.writing_stacks_if_stuck(tmp_path / "none"):
         await asyncio.sleep(0.01)
     assert not (tmp_path / "none").exists()
@@ -134,8 +134,8 @@ async def test_a_live_run_cannot_be_resumed(job: Path) -> None:
 
 async def test_a_job_cancelled_before_its_driver_arrives_is_stopped(job: Path) -> None:
     async with jobs_on(0) as jobs:
-        needs = {"instances": 1, "rewards": 1, "driver": True}
+        needs = {"num_instances": 1, "num_reward_workers": 1, "has_driver_worker": True}
         received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
-        await job_registry.ask(jobs.client, "submit", id="half", **received, needs=needs, wait_s=0.0)
+        await job_registry.ask(jobs.client, "submit", id="half", **received, needs=needs, wait_limit_s=0.0)
         assert await job_registry.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
         assert (await jobs.of("half"))["state"] == "stopped"

@@ -168,7 +168,7 @@ async def test_a_tracker_that_cannot_be_constructed_gives_a_one_line_error(job: 
         await track(loading.load(job, (f"tracking.tracker={tmp_path}/made.py:tracker",)), tmp_path)
     missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
     with pytest.raises(ConfigError, match="has no function Other"):
-        user_files.check_strategies(missing)
+        user_files.check_user_code(missing)
 
 
 # -- trackers by the name of their package, as they work without network -----------------------------------------
@@ -327,4 +327,4 @@ def test_a_tracker_package_that_is_not_installed_gives_a_one_line_error(
     monkeypatch.setattr("importlib.util.find_spec", lambda named: None)
     config = loading.load(job, ("tracking.tracker=trackio",))
     with pytest.raises(ConfigError, match=r"the package is not installed; pip install 'staleflow\[trackio\]'"):
-        user_files.check_strategies(config)
+        user_files.check_user_code(config)

@@ -48,25 +48,32 @@ class Fleet:
     roles: Sequence[Role]
     taken: Mapping[str, str] = field(default_factory=dict)
     previous: Mapping[str, Assignment] = field(default_factory=dict)
-    share: bool = False
-    turns: bool = False
+    may_share: bool = False
+    takes_turns: bool = False
 
     def place(self) -> Placement | Shortage:
         return place(
-            self.hosts, self.roles, used_gpus=self.taken, previous=self.previous, share=self.share, turns=self.turns
+            self.hosts,
+            self.roles,
+            gpu_owners=self.taken,
+            previous=self.previous,
+            may_share=self.may_share,
+            takes_turns=self.takes_turns,
         )
 
     def picture(self) -> str:
         placed = self.place()
         return (
-            placed.line if isinstance(placed, Shortage) else placement_text(self.hosts, placed.assignments, self.taken)
+            placed.message
+            if isinstance(placed, Shortage)
+            else placement_text(self.hosts, placed.assignments, self.taken)
         )
 
 
 def mig_host() -> Host:
     """Return a GPU split into seven MIG slices, which cannot access each other's memory."""
     slices = tuple(
-        Device(uuid=f"MIG-{n}", visible=f"MIG-{n}", model="A100-MIG", memory_bytes=10 * GB, link_domain=f"MIG-{n}")
+        Device(uuid=f"MIG-{n}", visible_id=f"MIG-{n}", model="A100-MIG", memory_bytes=10 * GB, link_domain=f"MIG-{n}")
         for n in range(7)
     )
     return Host(name="node-0", devices=slices)
@@ -89,14 +96,16 @@ def fleets() -> dict[str, Fleet]:
     pair = parse_fleet("2x8xH100-80")
     tensor_parallel = Fleet(hosts=pair, roles=roles_of(instances=6, tensor_parallel=2, ranks=4, environments=2))
     first = Fleet(hosts=pair, roles=roles_of(instances=3, tensor_parallel=2, ranks=2))
-    taken = {uuid: "job-a" for place in placed_fleet(first).values() for uuid in place.devices}
+    taken = {uuid: "job-a" for place in placed_fleet(first).values() for uuid in place.device_uuids}
     lost = Fleet(hosts=eight, roles=roles_of(instances=5, ranks=2))
     return {
         "One GPU, which trainer and instance share": Fleet(
-            hosts=parse_fleet("1xH100-80"), roles=roles_of(instance_gb=30, rank_gb=40), share=True
+            hosts=parse_fleet("1xH100-80"), roles=roles_of(instance_gb=30, rank_gb=40), may_share=True
         ),
         "Two GPUs, in turns": Fleet(
-            hosts=parse_fleet("2xH100-80"), roles=roles_of(instances=2, ranks=2, instance_gb=60, rank_gb=70), turns=True
+            hosts=parse_fleet("2xH100-80"),
+            roles=roles_of(instances=2, ranks=2, instance_gb=60, rank_gb=70),
+            takes_turns=True,
         ),
         "Eight GPUs: six instances, two ranks": Fleet(hosts=eight, roles=roles_of(instances=6, ranks=2)),
         "Two hosts of eight: instances of two GPUs, four ranks": tensor_parallel,

@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import make_diagnosis_entry
-from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, make_job_costs, num_instances_needed
+from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, make_job_speed, num_instances_needed
 from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes
 from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -69,7 +69,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_advice_helps(cause: Ca
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     assert diagnosis.line.count("\n") == 0
-    assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
+    assert f"bottleneck: {cause.value} (trainer" in diagnosis.short_line
     halved = [f"{key}={_value(config, key) / 2}" for key in HALVED.get(cause, ())]
     cured = simulated_config(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = compute_stats(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
@@ -87,15 +87,15 @@ def _value(config: RunConfig, key: str) -> float:
 
 
 def test_diagnose_returns_none_without_steps() -> None:
-    assert diagnose(StepTimes(), make_job_costs(simulated_config())) is None
+    assert diagnose(StepTimes(), make_job_speed(simulated_config())) is None
 
 
 def test_instances_do_not_sample_while_they_load_weights() -> None:
-    costs = make_job_costs(simulated_config("rollout.instances=64"))
+    costs = make_job_speed(simulated_config("rollout.instances=64"))
 
     def num_needed(total_s: float, pull_s: float) -> int:
         training = PeriodTimes(total_s=total_s, pull_s=pull_s)
-        return num_instances_needed(StepTimes(num_steps=1, training=training, tokens=400_000), costs)
+        return num_instances_needed(StepTimes(num_steps=1, training=training, num_tokens=400_000), costs)
 
     assert 1 < num_needed(100.0, 0.0) < num_needed(100.0, 50.0) == num_needed(50.0, 0.0) < 64
 

@@ -28,7 +28,7 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
-from staleflow.pipeline.profiling.fit import StepPoint, fit_steps
+from staleflow.pipeline.profiling.fit import StepPoint, fit_cost_model
 from staleflow.pipeline.profiling.run_profile import profile_run, split_train_time
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ConfigError
@@ -56,7 +56,7 @@ def points_of(model: CostModel, rng: np.random.Generator, noise: float) -> list[
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_fit_predicts_unseen_loads(name: str) -> None:
     model, rng = PUBLISHED[name], np.random.default_rng(0)
-    fit = fit_steps(points_of(model, rng, noise=0.02))
+    fit = fit_cost_model(points_of(model, rng, noise=0.02))
     assert fit.error_median < 0.03
     assert fit.error_p90 < 0.06
     for n, context in ((3, 500), (48, 3000), (100, 7000)):
@@ -68,22 +68,22 @@ def test_outliers_do_not_change_the_fit() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(1)
     points = points_of(model, rng, noise=0.01)
     spoiled = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=p.step_s * 8) for p in points[::9]]
-    fit = fit_steps([*points, *spoiled])
+    fit = fit_cost_model([*points, *spoiled])
     for n, context in ((3, 500), (48, 3000), (100, 7000)):
         assert fit.model.step_s(n, n * context) == pytest.approx(model.step_s(n, n * context), rel=0.06)
 
 
 def test_too_few_points_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 measured steps; at least 8"):
-        fit_steps([StepPoint(running=1, kv_tokens=1.0, step_s=1.0)] * 3)
+        fit_cost_model([StepPoint(running=1, kv_tokens=1.0, step_s=1.0)] * 3)
 
 
 def test_ratio_to_compares_the_step_times_of_two_models() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(2)
     points = points_of(model, rng, 0.02)
     twice = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s) for p in points]
-    assert fit_steps(points).ratio_to(model) == pytest.approx(1.0, rel=0.03)
-    assert fit_steps(twice).ratio_to(model) == pytest.approx(2.0, rel=0.03)
+    assert fit_cost_model(points).ratio_to(model) == pytest.approx(1.0, rel=0.03)
+    assert fit_cost_model(twice).ratio_to(model) == pytest.approx(2.0, rel=0.03)
 
 
 # -- forecast -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.profiling.diagnosis import make_job_costs
+from staleflow.pipeline.profiling.diagnosis import make_job_speed
 from staleflow.pipeline.profiling.latencies import LatencyTracker
 from staleflow.pipeline.profiling.run_profile import make_recorded_overrides, profile_run, write_profile
 from staleflow.pipeline.profiling.step_samples import DraftStats
@@ -120,7 +120,7 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> No
         kv_tokens = 80.0 * computed
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
     assert found.verify_share == 0.6
-    assert profile.draft_stats.acceptance == pytest.approx(0.75, abs=0.03)
+    assert profile.draft_stats.acceptance_rate == pytest.approx(0.75, abs=0.03)
     # A job with the profile and the diagnosis of the run use the measured values.
     out = tmp_path / "profile.json"
     write_profile(out, profile)
@@ -128,9 +128,9 @@ def test_draft_costs_are_separated_from_verification_steps(tmp_path: Path) -> No
     latencies = ("train_s", "train_s_per_token")
     assert [getattr(job.simulation, name) for name in latencies] == [profile.latencies[name] for name in latencies]
     assert job.simulation.cost_error == profile.fit.error_median > 0
-    assert job.workload.acceptance_rate == profile.draft_stats.acceptance
-    known = make_job_costs(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
-    expected_s = factories.job_cost_at(load_job(run), 32).step_s(32, 8000.0)
+    assert job.workload.acceptance_rate == profile.draft_stats.acceptance_rate
+    known = make_job_speed(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.draft_stats)
+    expected_s = factories.job_cost_model_at(load_job(run), 32).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 
@@ -138,27 +138,27 @@ def test_acceptance_is_estimated_from_responses_without_instance_reports(tmp_pat
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, SMALL_GROUPS, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
-    watch = TimeTracker(config.rollout.cost, config.members_started_per_group, draft_length=4)
+    watch = TimeTracker(config.rollout.cost, config.members_started_per_group, max_draft_length=4)
     for entry in journal.JournalReader(run / "events.jsonl"):
         event = entry.event
         watch.observe(
             entry.now, replace(event, steps=None) if isinstance(event, InstanceReported) else event, entry.commands
         )
-    assert watch.draft_stats.acceptance == pytest.approx(0.75, abs=0.01)
+    assert watch.draft_stats.acceptance_rate == pytest.approx(0.75, abs=0.01)
 
 
 def test_requests_without_a_draft_lower_the_acceptance_and_the_draft_cost() -> None:
-    drafts = DraftStats(length=2)
+    drafts = DraftStats(max_length=2)
     drafts.add_steps(60, 70, 20)
     drafts.add_steps(40, 30, 10)
-    assert drafts.acceptance is not None
-    assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
+    assert drafts.acceptance_rate is not None
+    assert tokens_per_step(2, drafts.acceptance_rate) == pytest.approx(1.3)
     model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8, prefill=0.0)
-    assert drafts.cost_model(model).verify_share == pytest.approx(
+    assert drafts.scale_cost_model(model).verify_share == pytest.approx(
         0.8 / 2
     )  # one a step, where there might have been two
-    assert DraftStats().acceptance is None
-    assert DraftStats().cost_model(model) == model
+    assert DraftStats().acceptance_rate is None
+    assert DraftStats().scale_cost_model(model) == model
 
 
 def test_the_fit_separates_prefill_from_decoding(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     assert whole.num_steps == len(watch.finished_steps) == 6
     assert whole.total_s == pytest.approx(max(e.now for e in entries if isinstance(e.event, VersionPublished)))
     sampled = [e.event.tokens for e in entries if isinstance(e.event, TrajectorySampled)]
-    assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.finished_steps)
+    assert whole.num_tokens == sum(sampled) == sum(load.num_tokens for load in watch.finished_steps)
     assert sum(speed.num_responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):
         assert 0 <= part.at_max_running_s + part.out_of_memory_s <= part.total_s + 1e-9
-        assert 0 <= part.running <= config.rollout.engine.max_running
+        assert 0 <= part.mean_running <= config.rollout.engine.max_running
     assert sum_steady_steps(watch.finished_steps, 2).num_steps == 5
 
 
@@ -202,7 +202,7 @@ def test_requests_in_flight_before_a_resume_are_forgotten(tmp_path: Path) -> Non
         twice.observe(begin_s + entry.now, entry.event, entry.commands)
     for first, second in zip(alone.finished_steps, twice.finished_steps[before:], strict=True):
         assert second.total_s == pytest.approx(first.total_s)
-        assert second.waiting.running == pytest.approx(first.waiting.running)
+        assert second.waiting.mean_running == pytest.approx(first.waiting.mean_running)
 
 
 def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
@@ -234,7 +234,7 @@ def test_delivered_tokens_of_a_lost_instance_are_not_sampled_again() -> None:
     watch.observe(1.0, TrajectorySampled(trajectory=TrajectoryId(0), route_number=2, tokens=100), ())
     watch.observe(1.0, VersionPublished(version=PolicyVersion(1)), ())
     (load,) = watch.finished_steps
-    assert load.tokens == 30
+    assert load.num_tokens == 30
     assert load.speeds[two].measured_s == pytest.approx(0.3)
 
 

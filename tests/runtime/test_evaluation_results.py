@@ -152,22 +152,24 @@ def test_an_evaluation_without_scores_is_reported_and_drawn(
     )  # fmt: skip
     fewer = Evaluation.summarize(0, [score(1)], [score(1)], {})
     outcomes = RunReport(steps=[with_rate(step, None)], evaluations=[none, fewer], notes=["one"])
-    summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
+    summary = json.loads(json.dumps(report.write_summary(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["logprob_mismatch"] == {"mean": None, "max": None}
     assert summary["notes"] == ["one"]
     assert (config.run_dir / "summary.png").stat().st_size > 10_000
-    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stop_reason=""))
     shown = " ".join(capsys.readouterr().err.split())
     assert "none scored" in shown
     assert "cannot be compared" in shown
     assert "see: " in shown
     assert "talk to it" not in shown, "there is no checkpoint"
     (config.run_dir / "checkpoints" / "step-000001").mkdir(parents=True)
-    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stop_reason=""))
     assert "step-000001; talk to it: staleflow chat" in " ".join(capsys.readouterr().err.split())
     none_trained = {**summary, "steps": 0, "staleness_histogram": {}}
-    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=none_trained, stopped="interrupted"))
+    Display(config, quiet=True).summarize(
+        RunEnd(run_dir=config.run_dir, summary=none_trained, stop_reason="interrupted")
+    )
     shown = " ".join(capsys.readouterr().err.split())
     assert "no step was finished; go on: staleflow resume" in shown
     assert "train" not in shown.partition("go on")[2]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.admission_rules import OverProvision, PipelineDepth, WindowedFifo
 from staleflow.cli.simulate import parse_sweeps, simulate
-from staleflow.pipeline.api.simulating import JobVariant, sweep_rows
+from staleflow.pipeline.api.simulating import JobVariant, sweep_combinations
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
@@ -550,7 +550,7 @@ def test_simulate_prints_a_table_and_explains(tmp_path: Path) -> None:
 
 
 def test_sweep_rows_are_named_by_their_values() -> None:
-    rows = sweep_rows(parse_sweeps(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule")))
+    rows = sweep_combinations(parse_sweeps(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule")))
     assert [label for label, _ in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 

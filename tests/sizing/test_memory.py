@@ -16,19 +16,19 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from staleflow.pipeline.placement.devices import GB
 from staleflow.pipeline.sizing.memory import (
-    LOGIT_BYTES,
+    CHUNK_LOGIT_BYTES,
+    KV_STORAGE_FACTOR,
     LOGIT_POSITIONS,
-    MODEL_TYPES,
-    STORAGE_FACTOR,
+    TIED_EMBEDDINGS_BY_TYPE,
     ModelShape,
-    activation_bytes,
-    engine_parts,
-    kv_bytes,
-    layer_activation_bytes,
-    parameter_bytes,
-    trainer_parts,
+    activation_bytes_per_token,
+    engine_bytes_by_use,
+    kv_bytes_per_token,
+    layer_activation_bytes_per_token,
+    trainer_bytes_by_use,
+    training_state_bytes,
 )
-from staleflow.pipeline.sizing.plan import SizedJob, make_plan
+from staleflow.pipeline.sizing.plan import MemorySettings, make_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.engines import transformers as transformers_engine
@@ -103,7 +103,7 @@ def num_parameters(config: Any) -> int:
         return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
-@pytest.mark.parametrize("kind", MODEL_TYPES)
+@pytest.mark.parametrize("kind", TIED_EMBEDDINGS_BY_TYPE)
 def test_parameter_counts_match_each_model_type_with_its_default_sizes(kind: str) -> None:
     """A saved config.json may leave out whether embeddings are tied, if that is as usual for the type."""
     config: Any = CONFIG_MAPPING[kind](num_hidden_layers=4)
@@ -137,12 +137,14 @@ def test_parameter_bytes_of_a_rank_match_the_table(name: str, gigabytes: dict[in
     """The table is rounded to gigabytes."""
     for ranks, expected in gigabytes.items():
         training = TrainingConfig(ranks=ranks)
-        assert abs(parameter_bytes(shape(name), training, "bfloat16") / GB - expected) < max(0.51, 0.05 * expected)
+        assert abs(training_state_bytes(shape(name), training, "bfloat16") / GB - expected) < max(0.51, 0.05 * expected)
 
 
 @pytest.mark.parametrize(("name", "megabytes"), [("8B", 9.3), ("32B", 27.6)])
 def test_activation_bytes_per_token_match_the_table(name: str, megabytes: float) -> None:
-    assert activation_bytes(shape(name), "bfloat16", recompute=False) / 1e6 == pytest.approx(megabytes, rel=0.05)
+    assert activation_bytes_per_token(shape(name), "bfloat16", recompute=False) / 1e6 == pytest.approx(
+        megabytes, rel=0.05
+    )
 
 
 def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str, Any], adapter_rank: int = 0) -> int:
@@ -192,7 +194,7 @@ def test_activation_bytes_match_the_tensors_that_autograd_saves(kind: str, adapt
         for layers in (1, 2)
     )
     model = ModelShape.of(sizes | {"model_type": kind, "num_hidden_layers": 2, "vocab_size": 64}, kind)
-    planned, saved = layer_activation_bytes(model, dtype), (second - first) / 64
+    planned, saved = layer_activation_bytes_per_token(model, dtype), (second - first) / 64
     if adapter_rank:
         assert saved <= planned <= 1.2 * saved
     else:
@@ -205,29 +207,34 @@ def test_the_weights_of_an_adapter_are_trained_and_those_of_its_model_only_read(
     model = inject_adapter(model, LoraConfig(rank=8), seed=0)
     expected = sum((16 if p.requires_grad else 4) * p.numel() for p in model.parameters())
     training = TrainingConfig(lora=LoraConfig(rank=8))
-    assert parameter_bytes(shape("8B"), training, "float32") == pytest.approx(expected, rel=1e-4)
+    assert training_state_bytes(shape("8B"), training, "float32") == pytest.approx(expected, rel=1e-4)
     sharded = dataclasses.replace(training, ranks=4)
-    assert parameter_bytes(shape("8B"), sharded, "float32") < parameter_bytes(shape("8B"), training, "float32") / 2
-    adapter, full = (sum(trainer_parts(shape("8B"), t, "float32").values()) for t in (training, TrainingConfig()))
+    assert (
+        training_state_bytes(shape("8B"), sharded, "float32")
+        < training_state_bytes(shape("8B"), training, "float32") / 2
+    )
+    adapter, full = (
+        sum(trainer_bytes_by_use(shape("8B"), t, "float32").values()) for t in (training, TrainingConfig())
+    )
     assert adapter < full - 90 * GB
 
 
 def test_key_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
     """Qwen3-30B-A3B has 4 key heads."""
-    bytes_per_token = [kv_bytes(shape("30B-A3B"), "bfloat16", gpus) for gpus in (1, 2, 4, 8)]
+    bytes_per_token = [kv_bytes_per_token(shape("30B-A3B"), "bfloat16", gpus) for gpus in (1, 2, 4, 8)]
     assert bytes_per_token == [98304, 49152, 24576, 24576]
 
 
 def test_the_transformers_engine_needs_more_for_its_cache_and_has_no_cuda_graphs() -> None:
     vllm = job(8).engine
-    parts = engine_parts(shape("8B"), vllm, "bfloat16")
-    other = engine_parts(shape("8B"), TransformersSettings.like(vllm), "bfloat16")
-    assert other["KV cache"] == STORAGE_FACTOR * parts["KV cache"]
+    parts = engine_bytes_by_use(shape("8B"), vllm, "bfloat16")
+    other = engine_bytes_by_use(shape("8B"), TransformersSettings.like(vllm), "bfloat16")
+    assert other["KV cache"] == KV_STORAGE_FACTOR * parts["KV cache"]
     assert other["CUDA context"] == parts["CUDA context"] - 10**9
 
 
 def test_logits_are_counted_as_the_output_layer_computes_them() -> None:
-    assert LOGIT_BYTES == 4 * GPU_CHUNK_BYTES
+    assert CHUNK_LOGIT_BYTES == 4 * GPU_CHUNK_BYTES
     assert LOGIT_POSITIONS == transformers_engine.LOGIT_POSITIONS
 
 
@@ -245,15 +252,15 @@ def test_a_config_without_attention_heads_gives_a_one_line_error() -> None:
         ModelShape.of(config, "mine")
 
 
-def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> SizedJob:
-    return SizedJob(
+def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> MemorySettings:
+    return MemorySettings(
         training=TrainingConfig(ranks=ranks),
         engine=VllmSettings(),
         dtype=dtype,
         instances=1,
         max_length=longest,
         num_gpus=num_gpus,
-        has_own_gpus=num_gpus > 1,
+        has_separate_gpus=num_gpus > 1,
     )
 
 
@@ -261,7 +268,7 @@ def test_a_small_model_fits_and_its_cache_is_proposed() -> None:
     plan = make_plan(shape("0.6B"), job(8), 80 * GB)
     assert plan.changes == {}
     assert plan.proposed["rollout.engine.max_running"] == 153
-    assert kv_bytes(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
+    assert kv_bytes_per_token(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
 
 
 def test_instances_that_share_a_gpu_are_all_counted() -> None:
@@ -272,7 +279,7 @@ def test_instances_that_share_a_gpu_are_all_counted() -> None:
         assert plan.changes == {}
         proposed.append(kv_tokens := int(str(plan.proposed["rollout.engine.kv_tokens"])))
         engine = dataclasses.replace(several.engine, kv_tokens=kv_tokens, max_batch_tokens=8192)
-        parts = several.trainer_parts(shape("0.6B")), engine_parts(shape("0.6B"), engine, several.dtype)
+        parts = several.trainer_bytes_by_use(shape("0.6B")), engine_bytes_by_use(shape("0.6B"), engine, several.dtype)
         used = sum(parts[0].values()) + instances * sum(parts[1].values())
         assert 0.95 * plan.usable_bytes < used <= plan.usable_bytes
     assert proposed == sorted(proposed, reverse=True)
@@ -336,7 +343,7 @@ def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_p
     with contextlib.closing(teacher), torch.inference_mode(), LiveBytes() as live:
         teacher._score_together([[token % 100 for token in range(1500)]], 0.7)
     engine = TransformersSettings(kv_tokens=2048, max_running=512, max_batch_tokens=512)
-    parts = engine_parts(shape, engine, dtype)
+    parts = engine_bytes_by_use(shape, engine, dtype)
     planned = sum(parts.values()) - parts["CUDA context"]
     assert planned / 4 < live.peak <= planned
 
@@ -352,21 +359,21 @@ def test_an_engine_samples_within_its_planned_memory(dtype: str, tmp_path: Path)
         engine.submit([request(i, max_new_tokens=8) for i in range(192)])
         collect(engine, 192)
         engine._call(lambda: live.__exit__(None, None, None)).result()
-    parts = engine_parts(shape, TransformersSettings(**changes), dtype)
+    parts = engine_bytes_by_use(shape, TransformersSettings(**changes), dtype)
     assert parts["forward pass"] / 2 < live.peak <= parts["forward pass"] + parts["KV cache"]
 
 
 def test_a_teacher_is_counted_in_place_of_the_reference_that_the_trainer_holds() -> None:
     alone, large = job(8), shape("32B")
     holding = dataclasses.replace(alone, reference=large)
-    parts = make_plan(shape("0.6B"), holding, 80 * GB).trainer
+    parts = make_plan(shape("0.6B"), holding, 80 * GB).trainer_bytes
     assert parts["reference model"] == 2 * large.parameters
-    assert "reference model" not in make_plan(shape("0.6B"), alone, 80 * GB).trainer
+    assert "reference model" not in make_plan(shape("0.6B"), alone, 80 * GB).trainer_bytes
     teacher = VllmSettings(tensor_parallel=2)
     taught = dataclasses.replace(alone, teachers=2, teacher=teacher, teacher_model=large)
     plan = make_plan(shape("0.6B"), taught, 80 * GB)
-    assert plan.teacher == engine_parts(large, teacher, alone.dtype)
-    assert taught.needed_gpus == alone.needed_gpus + 4
+    assert plan.teacher_bytes == engine_bytes_by_use(large, teacher, alone.dtype)
+    assert taught.num_needed_gpus == alone.num_needed_gpus + 4
     assert plan.changes == {}, "it fits"
     assert plan.proposed["deadlines.start_s"] == round(120 + 4 * large.parameters / 1e9), "the larger model"
     assert make_plan(shape("0.6B"), taught, 24 * GB).changes is None, "a teacher does not fit"

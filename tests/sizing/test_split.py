@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from staleflow.pipeline.config import size_plan
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.sizing.plan import propose_split
+from staleflow.pipeline.sizing.plan import propose_gpu_split
 
 
 @given(
@@ -20,7 +20,7 @@ from staleflow.pipeline.sizing.plan import propose_split
 def test_no_other_split_is_faster(
     sample_s: float, train_s: float, num_gpus: int, tensor_parallel: int, min_ranks: int
 ) -> None:
-    split = propose_split(sample_s, train_s, num_gpus, tensor_parallel, min_ranks)
+    split = propose_gpu_split(sample_s, train_s, num_gpus, tensor_parallel, min_ranks)
     others = [
         (max(sample_s / instances, train_s / ranks), ranks)
         for ranks in range(min_ranks, num_gpus + 1)
@@ -35,7 +35,7 @@ def test_no_other_split_is_faster(
 
 
 def test_slower_sampling_gets_more_gpus() -> None:
-    split = propose_split(60.0, 20.0, 8)
+    split = propose_gpu_split(60.0, 20.0, 8)
     assert split is not None and split[:2] == (6, 2)
     assert "samples a step's batch in 60 s (rollout.cost), a rank trains it in 20 s" in split[2]
 
@@ -57,12 +57,12 @@ def test_a_jobs_split_counts_mean_responses_and_the_work_of_all_ranks(
     def record_work(sample_s: float, train_s: float, *settings: int) -> None:
         works.append((sample_s, train_s))
 
-    monkeypatch.setattr(size_plan, "propose_split", record_work)
-    assert size_plan.split_line(job, 8, 0) == ""
-    mean = size_plan.mean_tokens(job)
+    monkeypatch.setattr(size_plan, "propose_gpu_split", record_work)
+    assert size_plan.gpu_split_line(job, 8, 0) == ""
+    mean = size_plan.mean_response_tokens(job)
     assert mean == pytest.approx(1.65 * job.workload.median, rel=0.05)  # lognormal, sigma 1: exp(1 / 2)
     batch_tokens = job.trajectories_per_step * (job.workload.prompt_tokens + mean)
     assert works[0][1] == pytest.approx(ranks * (3.0 + 1e-5 * batch_tokens))
     with_double = dataclasses.replace(job, workload=dataclasses.replace(job.workload, median=2 * job.workload.median))
-    size_plan.split_line(with_double, 8, 0)
+    size_plan.gpu_split_line(with_double, 8, 0)
     assert works[1][0] > 1.8 * works[0][0]

@@ -98,7 +98,7 @@ class Run(RunListener):
         self.loss_counts.append(len(report.losses))
         self.instance_lines.append(report.instances_line)
 
-    def on_step_stored(self, step: Mapping[str, float], limit: str) -> None:
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self.steps.append(int(step["step"]))
         self.wall_s.append(self.outcomes.phases["wall_s"])
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from staleflow.pipeline.sizing.memory import ModelShape, kv_bytes, parameter_bytes
+from staleflow.pipeline.sizing.memory import ModelShape, kv_bytes_per_token, training_state_bytes
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.engine_settings import TransformersSettings
@@ -99,8 +99,10 @@ def limit_of(model: Path) -> int:
     """Return the memory that one of the two needs, as sizing/ computes it for weights, gradients, optimizer and KV
     cache."""
     shape = ModelShape.of(json.loads((model / "config.json").read_text()), str(model))
-    trainer = parameter_bytes(shape, TrainingConfig(), "float32") + 4 * shape.parameters  # AdamW's temporary copies
-    served = 4 * shape.parameters + KV_TOKENS * kv_bytes(shape, "float32")
+    trainer = (
+        training_state_bytes(shape, TrainingConfig(), "float32") + 4 * shape.parameters
+    )  # AdamW's temporary copies
+    served = 4 * shape.parameters + KV_TOKENS * kv_bytes_per_token(shape, "float32")
     return max(trainer, served) + ALLOWANCE_BYTES
 
 

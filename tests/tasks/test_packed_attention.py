@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models.model_families import make_family_model
-from staleflow.pipeline.config.model_files import format_context, read_context
+from staleflow.pipeline.config.model_files import format_context_length, read_context_length
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.context_length import context_of
 from staleflow.tasks.engines.transformers import load_model
@@ -266,9 +266,9 @@ def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Pat
     """With the long form of Phi-3, a row was off by 0.4 nats beside a row longer than the limit."""
     result = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
     result.save_pretrained(tmp_path)
-    context = read_context(tmp_path, "of the test")
+    context = read_context_length(tmp_path, "of the test")
     assert context == context_of(result.config.to_dict()) == 80
-    assert format_context(result.config.to_dict()) == (
+    assert format_context_length(result.config.to_dict()) == (
         "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
     )
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staleflow.pipeline.sizing.memory import STORAGE_FACTOR
+from staleflow.pipeline.sizing.memory import KV_STORAGE_FACTOR
 from staleflow.tasks.engines.row_storage import BatchRow, Buckets, LayerStorage
 
 PAGE_TOKENS = 32
@@ -67,5 +67,5 @@ def test_storage_of_a_full_cache_takes_at_most_the_planned_multiple_of_kv_tokens
                 num_ended += 1
         room = sum(bucket.shape[0] * bucket.shape[2] for bucket in layer.keys.values())
         assert room < 4 * counted() or room == counted() == 0
-        assert room <= STORAGE_FACTOR * KV_TOKENS
+        assert room <= KV_STORAGE_FACTOR * KV_TOKENS
     assert num_evicted and num_ended >= 50
