@@ -122,12 +122,14 @@ def main() -> None:
 
 
 def _strategy(name: str, runs: list[SimulationStats], base: float) -> dict[str, Any]:
-    truncated = [m.commands.get("Interrupt", 0) / m.endings["consumed"] for m in runs if "truncated" in name]
+    truncated = [
+        m.command_counts.get("Interrupt", 0) / m.ending_counts["consumed"] for m in runs if "truncated" in name
+    ]
     return {
         "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,
-        "of_roofline": mean(m.share_of_bound for m in runs),
+        "of_roofline": mean(m.share_of_step_time_bound for m in runs),
         "reprefilled": mean(m.reprefilled_tokens / m.sampled_tokens for m in runs),
-        "discarded": mean((dropped := sum(m.dropped.values())) / (dropped + m.endings["consumed"]) for m in runs),
+        "discarded": mean((dropped := sum(m.dropped.values())) / (dropped + m.ending_counts["consumed"]) for m in runs),
         "truncated": mean(truncated or [0.0]),
     }  # fmt: skip
 

@@ -115,8 +115,8 @@ def redundancy(failing: str, groups: int, members: int, steps: int) -> dict[str,
     seconds = [step.ready_s - begin for step, begin in zip(trace.steps, begins, strict=False)]
     return {
         "part": "redundancy", "failing": failing, "groups": groups, "members": members,
-        "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.commands["StepEnvironment"],
-        "dismissed": trace.commands.get("CloseEnvironment", 0), "ended": trace.endings,
+        "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.command_counts["StepEnvironment"],
+        "dismissed": trace.command_counts.get("CloseEnvironment", 0), "ended": trace.ending_counts,
     }  # fmt: skip
 
 
@@ -174,11 +174,11 @@ def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: b
     if rule := RULES.get(system):
         config = with_admission(config, rule)
     m = compute_stats(config, simulated(config))
-    dropped = {key: n for key, n in m.endings.items() if key != "consumed" and not key.endswith("run_ended")}
+    dropped = {key: n for key, n in m.ending_counts.items() if key != "consumed" and not key.endswith("run_ended")}
     return {
         "part": "asynchronous", "job": name, "system": system, "step_s": m.step_s, "train_s": train_s,
         "bound_kept": m.bound_kept, "staleness": {str(k): n for k, n in m.staleness.items()},
-        "consumed": m.endings["consumed"], "dropped": dropped, "trainer_idle": m.trainer_idle,
+        "consumed": m.ending_counts["consumed"], "dropped": dropped, "trainer_idle": m.trainer_idle_share,
     }  # fmt: skip
 
 

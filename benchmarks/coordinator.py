@@ -94,7 +94,7 @@ class Bench:
         num_quiet = 0
         while num_quiet < 3:
             await asyncio.sleep(0.02)
-            num_quiet += self.driver._inbox.empty() and not self.driver._coordinator.has_more_commands
+            num_quiet += self.driver._inbox.empty() and not self.driver._coordinator.has_more_decisions
             for instance in self.instances.values():
                 while not instance.outbox.empty():
                     num_quiet = 0

@@ -49,7 +49,7 @@ SHORT_STEPS = 8
 """Steps of the measured run."""
 
 
-def compare(folder: Path, number: int, quick: bool, seed: int) -> staleflow.ForecastResult:
+def compare(folder: Path, number: int, quick: bool, seed: int) -> staleflow.ForecastComparison:
     """Run the short job of a case, plan the other, run it, and compare."""
     file, short, changes = list(CASES.values())[number]
     base = EMULATED_BASE if file == EMULATED else SAMPLED_BASE
@@ -68,7 +68,7 @@ def compare(folder: Path, number: int, quick: bool, seed: int) -> staleflow.Fore
     return result
 
 
-def row(name: str, result: staleflow.ForecastResult) -> list[Any]:
+def row(name: str, result: staleflow.ForecastComparison) -> list[Any]:
     cells: list[Any] = [name]
     for quantity, predicted in result.forecast.ranges.items():
         mark = "" if result.is_inside(quantity) else " (outside)"
@@ -76,7 +76,7 @@ def row(name: str, result: staleflow.ForecastResult) -> list[Any]:
     return [*cells, f"{result.bottleneck}: {result.forecast.bottleneck}"]
 
 
-def errors(results: list[staleflow.ForecastResult], quantity: str) -> list[float]:
+def errors(results: list[staleflow.ForecastComparison], quantity: str) -> list[float]:
     """|forecast / measured - 1| of each result; of lags of 0, whether they were forecast."""
     pairs = [(r.forecast.ranges[quantity].expected, r.measured[quantity]) for r in results]
     return [abs(expected / value - 1) if value else float(expected > 0) for expected, value in pairs]

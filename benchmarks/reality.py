@@ -71,8 +71,8 @@ def compare(summary: dict[str, Any], m: SimulationStats, trace: Trace) -> None:
     print(f"{'consumed tokens':28}{summary['response_tokens']:14,}{tokens:14,}")
     print(f"{'tokens per second':28}{rates[0]:14,.0f}{rates[1]:14,.0f}   {rates[1] / rates[0] - 1:+.1%}")
     print(f"{'staleness':28}{summary['staleness_histogram']!s:>14}  {m.staleness}")
-    for name in sorted({*summary["commands"], *m.commands}):
-        print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.commands.get(name, 0):14,}")
+    for name in sorted({*summary["commands"], *m.command_counts}):
+        print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.command_counts.get(name, 0):14,}")
 
 
 def with_latencies(config: RunConfig, measured: dict[str, Any]) -> RunConfig:

@@ -101,7 +101,7 @@ class Share(SimulatedRun):
 
     def _train(self, command: commands.Train) -> None:
         responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
-        sampled, prefilled = sum(r.tokens for r in responses), sum(r.prefilled for r in responses)
+        sampled, prefilled = sum(r.tokens for r in responses), sum(r.min_prefill_tokens for r in responses)
         self._run.add_batch(Batch(share=self._number, command=command, sampled=sampled, prefilled=prefilled))
 
     def lose_coordinator(self, until_s: float) -> None:
@@ -185,7 +185,7 @@ class SharedRun:
         """Run all steps, and check what they trained on."""
         for share in self.shares:
             share.start()
-        while not all(share.coordinator.finished for share in self.shares):
+        while not all(share.coordinator.is_finished for share in self.shares):
             share = min(self.shares, key=lambda share: share.next_s)
             self._now = max(self._now, share.next_s)
             if self._now - self._batch_s > MAX_STEP_S:
@@ -222,7 +222,9 @@ class SharedRun:
         if trained and max(trained.values()) > 1:
             self.findings.append("a trajectory was trained on twice")
         for share in self.shares:
-            dropped = {key: n for key, n in share.trace.endings.items() if key not in ("consumed", "aborted:run_ended")}
+            dropped = {
+                key: n for key, n in share.trace.ending_counts.items() if key not in ("consumed", "aborted:run_ended")
+            }
             if dropped:
                 self.findings.append(f"dropped: {dropped}")
 

@@ -216,12 +216,13 @@ def run_row(model: str, workload: str, size: int, row: Row, steps: int, seed: in
         "model": model, "workload": workload, "instances": size, "system": row.system, "knob": row.knob, "eta": row.eta,
         "seed": seed, "keeps_bound": row.keeps_bound, "bound_kept": m.bound_kept, "step_s": m.step_s,
         "steady_tokens_per_s": m.steady_tokens_per_s,
-        "train_s": m.bound.train_s, "work_s": m.bound.work_s, "longest_s": m.bound.longest_s,
-        "of_bound": m.share_of_bound,
-        "trainer_idle": m.trainer_idle, "rollout_idle": m.rollout_idle,
-        "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.endings,
+        "train_s": m.step_time_bound.train_s, "work_s": m.step_time_bound.work_s,
+        "longest_s": m.step_time_bound.longest_s,
+        "of_bound": m.share_of_step_time_bound,
+        "trainer_idle": m.trainer_idle_share, "rollout_idle": m.rollout_idle_share,
+        "staleness": {str(k): v / total for k, v in m.staleness.items()}, "ended": m.ending_counts,
         "wasted_share": m.wasted_tokens / max(1, m.sampled_tokens), "preemptions": m.preemptions,
-        "commands": m.commands, "cpu_s": time.process_time() - begin_s,
+        "commands": m.command_counts, "cpu_s": time.process_time() - begin_s,
     }  # fmt: skip
 
 

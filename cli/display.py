@@ -71,7 +71,7 @@ class Display(RunListener):
         self._last_line_s = time.monotonic()
         self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
 
-    def on_phase(self, activity: str) -> None:
+    def on_activity(self, activity: str) -> None:
         self._activity = activity
         if self._live is None and not self._verbosity:
             self.on_line(f"[{time.monotonic() - self._begin_s:6.1f} s] {activity}")
@@ -146,7 +146,7 @@ class Display(RunListener):
                 f"{instance.num_running}/{instance.max_running} running",
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
-        for host in report.environments:
+        for host in report.environment_hosts:
             instances.add_row(escape(host.host), "", f"{host.num_in_environment} in environment", f"{host.slots} slots")
         return Group(head, buffers, instances)
 

@@ -199,8 +199,8 @@ def verify(
             raise ConfigError(
                 f"--signed-by: {source} is no checkpoint with {certificate.FILE}, which is what is signed"
             )
-        signer = certificate.signer_of(checkpoint, Path(signed_by))
-    run = source if checkpoint is None else certificate.run_of(checkpoint)
+        signer = certificate.verify_signature(checkpoint, Path(signed_by))
+    run = source if checkpoint is None else certificate.find_run(checkpoint)
     stored_run = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
     with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         if stored_run is None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.simulator.run_forecast import Forecast as Forecast
-    from staleflow.pipeline.simulator.run_forecast import ForecastResult as ForecastResult
+    from staleflow.pipeline.simulator.run_forecast import ForecastComparison as ForecastComparison
     from staleflow.pipeline.simulator.run_forecast import PredictedRange as PredictedRange
     from staleflow.pipeline.stored_runs.bisection import Bisection as Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
@@ -111,7 +111,7 @@ _NAMES_BY_MODULE = {
     "pipeline.jobs.replaying": "ReplayResult",
     "pipeline.jobs.tracking": "Tracker",
     "pipeline.runtime.evaluation_results": "Evaluation",
-    "pipeline.simulator.run_forecast": "Forecast ForecastResult PredictedRange",
+    "pipeline.simulator.run_forecast": "Forecast ForecastComparison PredictedRange",
     "pipeline.stored_runs.branch_diff": "BranchDifference",
     "pipeline.stored_runs.comparison": "Comparison",
     "pipeline.stored_runs.response_texts": "MessageSpan",

@@ -29,7 +29,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from staleflow.pipeline.coordination.journal import recorded_starts
+from staleflow.pipeline.coordination.journal import list_start_files
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment, Trajectory
 
@@ -126,7 +126,7 @@ class Balance:
 def balance(run_dir: Path, records: Path) -> Balance:
     """Compare a run's store and journals with the records of its engines."""
     reasons = Reasons()
-    for _, path in recorded_starts(run_dir):
+    for _, path in list_start_files(run_dir):
         for entry in journal.JournalReader(path):
             reasons.hear(entry)
     streams: dict[int, dict[tuple[str, int, int], int]] = defaultdict(dict)

@@ -24,7 +24,7 @@ from benchmarks.soaking.cluster import ENVIRONMENT
 from benchmarks.soaking.counting import audited
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import InstanceReported, PullFinished, RunResumed, TrajectorySampled
-from staleflow.pipeline.coordination.journal import recorded_starts
+from staleflow.pipeline.coordination.journal import list_start_files
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason
 
@@ -78,7 +78,7 @@ class _Start:
 def kept(run_dir: Path) -> Kept:
     """What became of the responses that each start but the last had finished."""
     starts = []
-    for _, path in recorded_starts(run_dir):
+    for _, path in list_start_files(run_dir):
         starts.append(_Start())
         for entry in journal.JournalReader(path):
             starts[-1].hear(entry.now, entry.event)

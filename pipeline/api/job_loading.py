@@ -17,7 +17,7 @@ from staleflow.pipeline.config.knob_tree import Overrides, override_lines
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.task_tables import with_named_tasks
 from staleflow.pipeline.recovery import resumption
-from staleflow.pipeline.recovery.run_folder import refuse_locked, require_unused_name
+from staleflow.pipeline.recovery.run_folder import require_unlocked, require_unused_name
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
 
@@ -113,11 +113,11 @@ def load_resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job
     """The job of a stored run that can be resumed, with absolute paths. Logs a note if its learning rate reaches its
     end before the run does. Raises ConfigError if there is no such run, nothing is left to do, or a value cannot be
     changed."""
-    refuse_locked(run_dir)  # first, because the resume points of a running run change
+    require_unlocked(run_dir)  # first, because the resume points of a running run change
     config = resumption.load(run_dir, override_texts(overrides))
     if note := resumption.schedule_note(config):
         logger.warning(note)
-    resumption.resume_version(config)
+    resumption.find_resume_version(config)
     return user_files.with_absolute_paths(config)
 
 

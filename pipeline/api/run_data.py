@@ -87,7 +87,7 @@ class RunData:
     @property
     def live(self) -> bool:
         """Whether a process is working on the run, which has the lock of the run's folder. Always False by URL."""
-        return run_folder.in_use(self._path)
+        return run_folder.is_in_use(self._path)
 
     @property
     def finished(self) -> bool:

@@ -56,7 +56,7 @@ class RunProgress(RunListener):
         self.activity, self.is_waiting = text.removeprefix(WAITING_PREFIX), text.startswith(WAITING_PREFIX)
         self.print(text)
 
-    def on_phase(self, activity: str) -> None:
+    def on_activity(self, activity: str) -> None:
         self.activity = activity
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:

@@ -28,10 +28,10 @@ from staleflow.pipeline.simulator.analysis import (
     SimulationStats,
     Trace,
     compute_stats,
-    explanation,
+    explain_step_time,
     steady_tokens_per_s,
 )
-from staleflow.pipeline.simulator.baselines import other_systems, with_admission
+from staleflow.pipeline.simulator.baselines import baseline_rules, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.metrics import tokens_per_s
@@ -69,7 +69,7 @@ class SimulationResult:
 
     def explanation(self) -> list[str]:
         """Lines that explain the time of a step, compared with the lower bound on it."""
-        return explanation(self.variant.job, self.stats)
+        return explain_step_time(self.stats)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain values, without the trace."""
@@ -78,8 +78,8 @@ class SimulationResult:
             "row": self.label,
             "overrides": list(self.variant.overrides),
             **asdict(stats),
-            "bound_s": stats.bound.step_s,
-            "of_bound": stats.share_of_bound,
+            "bound_s": stats.step_time_bound.step_s,
+            "of_bound": stats.share_of_step_time_bound,
             "diagnosis": None if stats.diagnosis is None else stats.diagnosis.as_dict(),
         }
 
@@ -87,8 +87,8 @@ class SimulationResult:
         stats = self.stats
         return (
             f"{self.label}: {stats.steady_tokens_per_s:,.0f} tokens/s, {stats.step_s:.1f} s a step, "
-            f"{stats.share_of_bound:.0%} of the bound, trainer idle {stats.trainer_idle:.0%}, "
-            f"rollout idle {stats.rollout_idle:.0%}"
+            f"{stats.share_of_step_time_bound:.0%} of the bound, trainer idle {stats.trainer_idle_share:.0%}, "
+            f"rollout idle {stats.rollout_idle_share:.0%}"
         )
 
     def __repr__(self) -> str:
@@ -156,7 +156,7 @@ def make_variants(
     ]
     if baselines:
         job = load((*overrides, *BASELINE_OVERRIDES))
-        rules = other_systems(job.staleness.eta)
+        rules = baseline_rules(job.staleness.eta)
         results += [
             JobVariant(label=label, overrides=BASELINE_OVERRIDES, job=with_admission(job, rule))
             for label, rule in rules.items()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from staleflow.pipeline.jobs.replaying import ReplayResult
-    from staleflow.pipeline.simulator.run_forecast import ForecastResult
+    from staleflow.pipeline.simulator.run_forecast import ForecastComparison
     from staleflow.pipeline.stored_runs.bisection import Bisection
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
     from staleflow.pipeline.stored_runs.comparison import Comparison
@@ -93,7 +93,7 @@ class Run(RunData):
         report = audit_within(store, memory_mib, workers, client)
         return add_history_findings(report, store.path) if full else report
 
-    def compare_with_forecast(self) -> ForecastResult | None:
+    def compare_with_forecast(self) -> ForecastComparison | None:
         """Compare the run with the forecast that was made before its first step; None if there is none. See
         `staleflow.plan`. Raises StoreError if the forecast cannot be read."""
         from staleflow.pipeline.jobs.forecasting import FORECAST_FILE, compare_forecast

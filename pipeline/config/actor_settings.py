@@ -376,15 +376,15 @@ def teacher_engine_settings(config: RunConfig, eos: tuple[int, ...]) -> EngineSe
 
 
 def engine_settings(
-    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, earlier_starts: int = 0
+    config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, num_earlier_starts: int = 0
 ) -> EngineSettings:
-    """Settings of one instance's engine. index, attempt and earlier_starts give each engine a distinct seed.
+    """Settings of one instance's engine. index, attempt and num_earlier_starts give each engine a distinct seed.
 
     Args:
         index: Number of the instance.
         eos: Token ids that end a response.
         attempt: How often the instance was replaced.
-        earlier_starts: Number of previous starts of the run.
+        num_earlier_starts: Number of previous starts of the run.
     """
     engine = config.rollout.engine
     parameters = {
@@ -393,7 +393,7 @@ def engine_settings(
         "device": config.model.device,
         "temperature": config.rollout.temperature,
         "eos": eos,
-        "seed": engine_seed(config.seed, index, attempt, earlier_starts),
+        "seed": engine_seed(config.seed, index, attempt, num_earlier_starts),
         "keep_cache": config.rollout.on_pull == "keep",
         "lora": config.training.lora,
         "num_served_versions": config.num_served_versions,

@@ -76,7 +76,7 @@ def make_strategies(config: RunConfig) -> StrategySet:
         step_costs=rollout.cost,
         stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_failures=rollout.max_attempts,
-        environments=config.has_environment,
+        has_environments=config.has_environment,
         evaluation_share=config.evaluation.max_slot_share,
         affinity=CacheAffinity(rollout.cost) if config.has_environment and rollout.cache_affinity else None,
         mixture=_mixture(config),

@@ -51,10 +51,10 @@ class CommandIssuer:
         self._pending_train = commands.Train(step=batch.step, trajectories=batch.members, versions=batch.versions)
         if self._state.shares_gpus:
             self._put_to_sleep(batch.step)
-        self.train_pending()
+        self.start_pending_step()
         self.discard(surplus)
 
-    def train_pending(self) -> None:
+    def start_pending_step(self) -> None:
         """Start the step whose batch is consumed, once no instance is awake."""
         if self._pending_train is not None and not self._state.pending_sleeps:
             self._commands.append(self._pending_train)
@@ -63,7 +63,7 @@ class CommandIssuer:
     def _put_to_sleep(self, step: int) -> None:
         """Put all instances to sleep, interrupting what they run."""
         for instance in self._state.fleet:
-            if not instance.asleep:
+            if not instance.is_asleep:
                 for trajectory in self._state.start_sleep(instance):
                     self.interrupt(trajectory, instance.id, f"{instance.id} sleeps during step {step}")
                 self._commands.append(commands.Sleep(instance=instance.id, step=step))

@@ -32,11 +32,11 @@ from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, parse_outcome_key
 
-MAX_ROUTES = 64
-"""Number of trajectories that one event may route, so that a full queue does not hold up the driver's event loop: 3 to
-5 ms with 1,024 instances."""
-MAX_PULLS = 512
-"""Number of instances that one event may have pull a version, for the same reason."""
+MAX_ROUTES_PER_EVENT = 64
+"""Number of trajectories that may be routed after one event, so that a full queue does not hold up the driver's event
+loop: 3 to 5 ms with 1,024 instances."""
+MAX_PULLS_PER_EVENT = 512
+"""Number of instances that may pull a version after one event, for the same reason."""
 
 
 class Coordinator(CoordinatorInspection):
@@ -63,8 +63,8 @@ class Coordinator(CoordinatorInspection):
         self._strategies = strategies
         self._validate_every_event = validate_every_event
         self._is_stopped = False
-        self.has_more_commands = False
-        """Whether the latest event reached the limit of routes or pulls, so that RoutingContinued should follow."""
+        self.has_more_decisions = False
+        """Whether the latest event reached the limit of routes or pulls, so that DecisionsContinued must follow."""
         self._num_events = 0
         self._route_planner = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
@@ -76,16 +76,20 @@ class Coordinator(CoordinatorInspection):
         self._issuer = CommandIssuer(self._state, forecast, self._decision_log)
 
     def handle(  # noqa: PLR0912, PLR0915  one case per event
-        self, event: events.Event, now: float, max_routes: int = MAX_ROUTES, max_pulls: int = MAX_PULLS
+        self,
+        event: events.Event,
+        now: float,
+        max_routes: int = MAX_ROUTES_PER_EVENT,
+        max_pulls: int = MAX_PULLS_PER_EVENT,
     ) -> list[Command]:
         """Decide the commands that follow from `event`, received at `now` seconds. Raises `ProtocolViolation` with the
         story of the trajectory.
 
         At most `max_routes` trajectories are routed, and `max_pulls` instances pull before any is; if more might,
-        `has_more_commands` is set.
+        `has_more_decisions` is set.
         """
         self._num_events += 1
-        self.has_more_commands = False
+        self.has_more_decisions = False
         self._decision_log.now = now
         self._decision_log.cause = f"{type(event).__name__}#{self._num_events}"
         self._state.now = now
@@ -105,7 +109,7 @@ class Coordinator(CoordinatorInspection):
                     self._decision_log.note_all(self._state.add_groups(event.groups), "arrived")
                 case events.Tick():
                     self._on_tick()
-                case events.RoutingContinued():
+                case events.DecisionsContinued():
                     pass
                 case events.PullFinished():
                     self._on_pull_finished(event)
@@ -152,7 +156,7 @@ class Coordinator(CoordinatorInspection):
             self._state.mixture.restore(event.sources, event.num_groups, event.groups)
         for group in event.groups:
             is_complete = self._state.restore_group(
-                group, Phase.IN_ENVIRONMENT if self._strategies.environments else Phase.SCORING
+                group, Phase.IN_ENVIRONMENT if self._strategies.has_environments else Phase.SCORING
             )
             for member in group.members:
                 self._decision_log.note(member.trajectory, f"restored with {member.tokens} tokens")
@@ -162,7 +166,7 @@ class Coordinator(CoordinatorInspection):
             for member in group.members:
                 if member.sampled and not member.scored:
                     trajectory = self._state.live_trajectories[member.trajectory]
-                    if self._strategies.environments:
+                    if self._strategies.has_environments:
                         self._issuer.step_environment(trajectory, "sent to its environment again")
                     else:
                         self._issuer.score(trajectory, "scored again")
@@ -185,7 +189,7 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is None:
             return
-        if self._strategies.environments:
+        if self._strategies.has_environments:
             self._state.finish_turn(trajectory, event.tokens)
             self._issuer.step_environment(
                 trajectory, f"turn {trajectory.num_turns + 1} sampled, {format_sampled_tokens(event)}"
@@ -200,10 +204,11 @@ class Coordinator(CoordinatorInspection):
         trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)
         if trajectory is None:
             return
-        if not trajectory.is_being_truncated or event.tokens <= trajectory.turn_start:  # an empty turn cannot be scored
+        is_empty_turn = event.tokens <= trajectory.turn_start_tokens  # which cannot be scored
+        if is_empty_turn or not trajectory.is_being_truncated:
             self._state.requeue_interrupted(trajectory, event.tokens)
             self._decision_log.note(trajectory.id, f"interrupted at {format_sampled_tokens(event)}")
-        elif self._strategies.environments:
+        elif self._strategies.has_environments:
             self._state.finish_turn(trajectory, event.tokens, truncated=True)
             self._issuer.step_environment(trajectory, f"truncated at {format_sampled_tokens(event)}", truncated=True)
         else:
@@ -238,7 +243,7 @@ class Coordinator(CoordinatorInspection):
             if not trajectory.is_evaluation:  # without environments `_on_sampled` does this
                 if not trajectory.is_last_turn_truncated:
                     self.forecast.observe(trajectory.group, trajectory.tokens)
-                self.forecast.episodes.observe(trajectory.tokens, trajectory.observation_tokens)
+                self.forecast.sampled_token_share.observe(trajectory.tokens, trajectory.observation_tokens)
             self._issuer.release_cache(trajectory.id, self._state.pop_cached_instance(trajectory))
         is_complete = self._state.record_reward(trajectory, None if event.error else event.reward)
         self._decision_log.note(trajectory.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
@@ -289,13 +294,13 @@ class Coordinator(CoordinatorInspection):
         """Make the decisions that may come out differently after the event, in the order of their dependencies."""
         if self._state.pop_batch_changed():
             self._consume_batch()
-        self._issuer.train_pending()
+        self._issuer.start_pending_step()
         self._state.unpin_idle_instances()
-        if candidates := self._state.pop_loads_changed():
+        if candidates := self._state.pop_pull_candidates():
             pulls = choose_pulls(self._state, self._strategies.synchronization, candidates)
             for num_pulls, instance in enumerate(pulls):
                 if num_pulls == max_pulls:
-                    self.has_more_commands = True
+                    self.has_more_decisions = True
                     self._state.flag_timed_decisions()
                     return
                 self._issuer.pull(instance)
@@ -325,7 +330,7 @@ class Coordinator(CoordinatorInspection):
 
     def _fetch_prompts(self) -> None:
         num_free = self._strategies.admission.num_reservable(self.ledger)
-        num_groups = num_free - len(self._state.unreserved_groups) - self._state.groups_requested
+        num_groups = num_free - len(self._state.unreserved_groups) - self._state.num_requested_groups
         if num_groups > 0 and len(self._state.fleet):
             self._issuer.fetch_prompts(num_groups)
 
@@ -343,8 +348,8 @@ class Coordinator(CoordinatorInspection):
             if level is None:
                 return
             if num_routed == max_routes:  # before a rule with random numbers is called, so that it is called once
-                self.has_more_commands = True
-                self._state.continue_routing()
+                self.has_more_decisions = True
+                self._state.flag_routing()
                 return
             trajectory = queue.head(level)
             planner = self._pin_planner if trajectory.is_evaluation else self._route_planner

@@ -17,8 +17,8 @@ MAX_NOTES = 200_000
 """Number of notes kept for `story`: about 60,000 trajectories of three notes each, some tens of megabytes, and a few
 that many trajectories share."""
 
-EVENT_NOTES = ("arrived", "sampled", "reward")
-"""Prefixes of the notes about events; all others are about decisions."""
+EVENT_NOTE_PREFIXES = ("arrived", "restored", "sampled", "turn ", "interrupted", "observation", "reward")
+"""Prefixes of the notes about events as they are expected; others are about decisions and failures."""
 
 
 class DecisionLog:
@@ -53,12 +53,12 @@ class DecisionLog:
             self.note(trajectory, f"waits: {reason}")
 
     def latest_decisions(self, count: int) -> list[tuple[float, int, str, str]]:
-        """Return the latest decisions, newest first: (seconds, trajectory, decision, cause). Notes about events are
-        left out."""
+        """Return the latest decisions, newest first: (seconds, trajectory, decision, cause). Notes with
+        EVENT_NOTE_PREFIXES are left out."""
         decisions = (
             (now, int(id), note, cause)
             for ids, now, cause, note in reversed(self._notes)
-            if not note.startswith(EVENT_NOTES)
+            if not note.startswith(EVENT_NOTE_PREFIXES)
             for id in reversed(ids)
         )
         return list(itertools.islice(decisions, count))
@@ -89,7 +89,7 @@ class CoordinatorInspection:
         self._decision_log = decision_log
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all planned steps are trained and published, and no evaluation is running."""
         return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
 

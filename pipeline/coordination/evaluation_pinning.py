@@ -38,9 +38,9 @@ class PinPlanner:
         published = self._state.ledger.version
         version = evaluation.evaluated_version if evaluation.evaluated_version >= 0 else published
         slots = self._slots
-        num_needed = slots.instances
-        if not self._training_done:
-            num_needed = min(num_needed, -(-evaluation.num_to_sample // slots.per_instance))
+        num_needed = slots.num_instances
+        if not self._is_training_done:
+            num_needed = min(num_needed, -(-evaluation.num_to_sample // slots.slots_per_instance))
         # An instance that is leaving (max_running 0) samples nothing more; its trajectories go back into the queue.
         num_missing = num_needed - sum(
             instance is not None and instance.max_running > 0
@@ -53,7 +53,7 @@ class PinPlanner:
             for instance in fleet
             if instance.id not in evaluation.pinned_instances
             and instance.max_running > 0
-            and (instance.version == version or (version == published and not instance.pulling))
+            and (instance.version == version or (version == published and not instance.is_pulling))
         ]
         candidates.sort(key=lambda instance: (instance.version != version, instance.kv_tokens, instance.index))
         return candidates[:num_missing]
@@ -73,17 +73,19 @@ class PinPlanner:
         Its last instance is preferred, where its context may be cached, then the one with the fewest trajectories of
         the evaluation.
         """
-        evaluation, per_instance = self._state.evaluation, self._slots.per_instance
+        evaluation, slots_per_instance = self._state.evaluation, self._slots.slots_per_instance
         if evaluation is None:
             raise ProtocolViolation(f"{trajectory.id} is queued for an evaluation, but none is running")
         if evaluation.evaluated_version >= 0 and not self._route_planner.can_receive_work(evaluation.evaluated_version):
-            per_instance = max((instance.max_running for instance in self._state.fleet), default=per_instance)
+            slots_per_instance = max(
+                (instance.max_running for instance in self._state.fleet), default=slots_per_instance
+            )
         candidates = [
             instance
             for instance_id in evaluation.pinned_instances
             if (instance := self._state.fleet.get(instance_id)) is not None
             and instance.version == evaluation.evaluated_version
-            and instance.num_eval_running < per_instance
+            and instance.num_eval_running < slots_per_instance
             and instance.num_running < instance.max_running
             and (instance.kv_tokens + trajectory.kv_tokens <= instance.kv_capacity or not instance.trajectories)
         ]
@@ -110,7 +112,7 @@ class PinPlanner:
         )
 
     @property
-    def _training_done(self) -> bool:
+    def _is_training_done(self) -> bool:
         """Whether all training steps have ended, so that the evaluation may use the whole fleet."""
         return self._state.ledger.version >= self._state.ledger.num_steps
 
@@ -118,5 +120,5 @@ class PinPlanner:
     def _slots(self) -> EvaluationSlots:
         fleet = self._state.fleet
         limits = [instance.max_running for instance in fleet]
-        share = 1.0 if self._training_done else self._slot_share
+        share = 1.0 if self._is_training_done else self._slot_share
         return compute_slots(share, len(limits), max(limits, default=1))

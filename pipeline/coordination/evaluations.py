@@ -68,7 +68,7 @@ class Evaluations:
                 id=TrajectoryId(group.group * members_per_group),
                 group=group.group,
                 prompt_tokens=group.prompt_tokens,
-                phase_since=now,
+                phase_since_s=now,
             )
             for group in groups
         ]
@@ -139,21 +139,21 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSlots:
-    """The slots of an evaluation. instances: number of pinned instances. per_instance: evaluation trajectories that
+    """The slots of an evaluation. slots_per_instance: evaluation trajectories that
     each may run at once."""
 
-    instances: int
-    per_instance: int
+    num_instances: int
+    slots_per_instance: int
 
 
 def compute_slots(share: float, num_instances: int, max_running: int) -> EvaluationSlots:
     """The slots of an evaluation with a share of all instances: on as few instances as provide that many.
 
     >>> compute_slots(0.25, 3, 64)
-    EvaluationSlots(instances=1, per_instance=48)
+    EvaluationSlots(num_instances=1, slots_per_instance=48)
     >>> compute_slots(0.25, 16, 64)
-    EvaluationSlots(instances=4, per_instance=64)
+    EvaluationSlots(num_instances=4, slots_per_instance=64)
     """
     instances = max(1, math.ceil(share * num_instances))
-    per_instance = int(share * num_instances / instances * max_running)
-    return EvaluationSlots(instances=instances, per_instance=max(1, per_instance))
+    slots_per_instance = int(share * num_instances / instances * max_running)
+    return EvaluationSlots(num_instances=instances, slots_per_instance=max(1, slots_per_instance))

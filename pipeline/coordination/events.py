@@ -203,8 +203,9 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingContinued:
-    """Pulls and routing of the queue continue, since an earlier event has had as many as one event may."""
+class DecisionsContinued:
+    """The coordinator continues to pull and to route: an earlier event has had as many pulls or routes as one event
+    may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +231,6 @@ Event = (
     | InstanceSlept
     | VersionPublished
     | StopRequested
-    | RoutingContinued
+    | DecisionsContinued
     | Tick
 )

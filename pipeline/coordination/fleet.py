@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.pipeline.strategies.migration import InstanceLoad
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluation
 
@@ -30,8 +31,8 @@ class Instance:
     kv_capacity: int
     max_running: int
     index: int
-    pulling: bool = False
-    asleep: bool = False
+    is_pulling: bool = False
+    is_asleep: bool = False
     """Whether it was ordered to free its GPUs, or joined without using them. It gets no trajectories until it pulls."""
     num_moves: int = 0
     """Number of unfinished moves of trajectories to it or from it."""
@@ -44,6 +45,10 @@ class Instance:
     @property
     def num_running(self) -> int:
         return len(self.trajectories)
+
+    @property
+    def load(self) -> InstanceLoad:
+        return InstanceLoad(running=self.num_running, kv_tokens=self.kv_tokens)
 
 
 class Fleet:
@@ -108,8 +113,8 @@ class Fleet:
             fits &= num_after * typical_kv_tokens <= kv_capacity
         return fits
 
-    def refusal_reason(self, kv_tokens: int, min_version: int) -> str:
-        """The reason why no instance fits a trajectory."""
+    def refusal_reason(self, min_version: int) -> str:
+        """The reason why no instance has room for a trajectory."""
         if not self._instances:
             return "no instance"
         is_new_enough = self.served_versions >= min_version
@@ -144,7 +149,7 @@ class Fleet:
         kv_capacity: int,
         max_running: int,
         *,
-        asleep: bool = False,
+        is_asleep: bool = False,
     ) -> Instance:
         """Add an instance that runs nothing."""
         if instance_id in self._by_id:
@@ -157,7 +162,7 @@ class Fleet:
             kv_capacity=kv_capacity,
             max_running=max_running,
             index=len(self._instances),
-            asleep=asleep,
+            is_asleep=is_asleep,
         )
         self._instances.append(instance)
         self._by_id[instance_id] = instance
@@ -203,19 +208,19 @@ class Fleet:
 
     def start_sleep(self, instance: Instance) -> None:
         """Mark an instance as asleep."""
-        instance.asleep = True
+        instance.is_asleep = True
 
     def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
         """Mark an instance as serving `version`, which it is about to load, and as awake."""
-        if instance.pulling or version < instance.version + (not instance.asleep):
+        if instance.is_pulling or version < instance.version + (not instance.is_asleep):
             raise ProtocolViolation(f"{instance.id} at version {instance.version} is to pull {version}")
-        instance.version, instance.pulling, instance.asleep = version, True, False
+        instance.version, instance.is_pulling, instance.is_asleep = version, True, False
         self._distinct_versions = None
         self._update(instance)
 
     def finish_pull(self, instance: Instance, version: PolicyVersion) -> None:
         """Record that an instance has loaded the version it is marked with, or a newer one."""
-        instance.version, instance.pulling = version, False
+        instance.version, instance.is_pulling = version, False
         self._distinct_versions = None
         self._update(instance)
 

@@ -21,8 +21,8 @@ AVERAGED_EPISODES = 256
 
 
 @dataclass(slots=True)
-class EpisodeForecast:
-    """Forecasts the share of sampled tokens in the rest of a trajectory; 1 in a run without environments."""
+class SampledTokenShare:
+    """Forecasts the share of a trajectory's further tokens that will be sampled, and not observed."""
 
     _tokens: float = 0.0
     _observation_tokens: float = 0.0
@@ -58,12 +58,12 @@ class LengthForecast:
     """Forecasts response lengths. max_tokens: maximum length of a response."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.episodes = EpisodeForecast()
+        self.sampled_token_share = SampledTokenShare()
         self._max_tokens = max_tokens
         self._latest_lengths: deque[int] = deque()
         self._sorted_lengths: list[int] = []
-        # The sorted window at the last refresh, and the sums of its tails: tail_sums[i] = sum(lengths[i:]).
-        self._lengths: list[int] = []
+        # The sorted window at the latest refresh, and the sums of its tails: tail_sums[i] = sum(lengths[i:]).
+        self._refreshed_lengths: list[int] = []
         self._tail_sums: list[int]
         self._square_sum: int
         self._num_since_refresh = 0
@@ -80,7 +80,7 @@ class LengthForecast:
         if len(self._latest_lengths) > WINDOW_LENGTHS:
             del self._sorted_lengths[bisect_right(self._sorted_lengths, self._latest_lengths.popleft()) - 1]
         self._num_since_refresh += 1
-        if self._num_since_refresh > REFRESH_SHARE * len(self._lengths):
+        if self._num_since_refresh > REFRESH_SHARE * len(self._refreshed_lengths):
             self._refresh()
         self._update_correlation(group, math.log(max(1, length)))
 
@@ -93,24 +93,24 @@ class LengthForecast:
     @property
     def has_enough_lengths(self) -> bool:
         """Whether enough trajectories have finished for a forecast."""
-        return len(self._lengths) >= MIN_LENGTHS
+        return len(self._refreshed_lengths) >= MIN_LENGTHS
 
-    def expected_remaining(self, group: GroupId, tokens: int) -> float:
+    def expected_remaining_tokens(self, group: GroupId, tokens: int) -> float:
         """Return the expected number of further tokens of a trajectory that has `tokens`; half of the allowed ones
         while there are too few lengths."""
         max_remaining = max(1, self._max_tokens - tokens)
         if not self.has_enough_lengths:
             return max_remaining / 2
         factor = self._length_factor(group)
-        first_longer = bisect_right(self._lengths, tokens / factor)
-        num_longer = len(self._lengths) - first_longer
+        first_longer = bisect_right(self._refreshed_lengths, tokens / factor)
+        num_longer = len(self._refreshed_lengths) - first_longer
         if not num_longer:
             return max_remaining / 2
         mean_longer = self._tail_sums[first_longer] / num_longer
         return min(float(max_remaining), max(1.0, mean_longer * factor - tokens))
 
     @property
-    def mean_position(self) -> float:
+    def mean_token_position(self) -> float:
         """Mean over all sampled tokens of their position in the response: E[L^2] / (2 E[L])."""
         if not self.has_enough_lengths:
             return self._max_tokens / 4
@@ -120,9 +120,9 @@ class LengthForecast:
 
     def _refresh(self) -> None:
         self._num_since_refresh = 0
-        self._lengths = list(self._sorted_lengths)
-        self._tail_sums = list(accumulate(reversed(self._lengths)))[::-1]
-        self._square_sum = sum(n * n for n in self._lengths)
+        self._refreshed_lengths = list(self._sorted_lengths)
+        self._tail_sums = list(accumulate(reversed(self._refreshed_lengths)))[::-1]
+        self._square_sum = sum(n * n for n in self._refreshed_lengths)
 
     def _update_correlation(self, group: GroupId, log_length: float) -> None:
         self._log_count += 1

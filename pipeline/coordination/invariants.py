@@ -33,7 +33,7 @@ def validate(state: CoordinatorState) -> None:
         _validate_trajectory(state, trajectory)
     _validate_instances(state)
     num_in_phase = Counter(trajectory.phase for trajectory in state.live_trajectories.values())
-    if any(num_in_phase[phase] != state.num_in_phase[phase] for phase in Phase if phase is not Phase.ENDED):
+    if any(num_in_phase[phase] != state.num_in_phase[phase] for phase in Phase):
         raise ProtocolViolation(f"trajectories by phase are {num_in_phase}, but {state.num_in_phase} are counted")
     unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is EntryState.QUEUED}
     if unreserved_groups != state.unreserved_groups:
@@ -48,7 +48,7 @@ def validate(state: CoordinatorState) -> None:
         raise ProtocolViolation(
             f"queued and waiting differ: {sorted(waiting_levels.items() ^ queue_levels.items())[:10]}"
         )
-    if state.trainer_has_gpus and (awake := [instance.id for instance in state.fleet if not instance.asleep]):
+    if state.trainer_has_gpus and (awake := [instance.id for instance in state.fleet if not instance.is_asleep]):
         raise ProtocolViolation(f"{awake} are awake in the trainer's turn")
     if state.is_training != (state.ledger.next_step > state.ledger.version):
         raise ProtocolViolation(

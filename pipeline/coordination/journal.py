@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
 from staleflow.pipeline.coordination.commands import Command, Pull, Route
-from staleflow.pipeline.coordination.coordinator import MAX_PULLS, MAX_ROUTES, Coordinator
+from staleflow.pipeline.coordination.coordinator import MAX_PULLS_PER_EVENT, MAX_ROUTES_PER_EVENT, Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
@@ -41,8 +41,9 @@ CODEC = Codec(
         MemberInFlight,
         SourceState,
     ),
+    former_tags={"RoutingContinued": "DecisionsContinued"},
 )
-OUTCOME_KEY = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
+OUTCOME_KEY_PATTERN = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""
 PART_BYTES = 64 * 2**20
 """Size at which a journal continues in a new file: about 140,000 trajectories."""
@@ -90,20 +91,20 @@ class Journal:
         self, path: Path, on_part_closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES
     ) -> None:
         self._path, self._on_part_closed, self._part_bytes = path, on_part_closed, part_bytes
-        self._part = max(list_closed_parts(path), default=0) + 1
-        with self._one_line_errors():
+        self._part_number = max(list_closed_parts(path), default=0) + 1
+        with self._as_store_error():
             self._file: BinaryIO = path.open("ab")
             _next_file(path).unlink(missing_ok=True)
         self._begin_part()
 
     def _begin_part(self) -> None:
         self._bytes = self._file.tell()
-        if self._part > 1 and not self._bytes:
-            self._write({PART: self._part})
+        if self._part_number > 1 and not self._bytes:
+            self._write({PART: self._part_number})
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        with self._one_line_errors():
+        with self._as_store_error():
             self._file.write(line)
             self._file.flush()
         self._bytes += len(line)
@@ -114,18 +115,18 @@ class Journal:
             self._close_part()
 
     def _close_part(self) -> None:
-        part = self._path.with_name(f"{self._path.name}.{self._part:04}")
-        with self._one_line_errors():
+        part = self._path.with_name(f"{self._path.name}.{self._part_number:04}")
+        with self._as_store_error():
             self._file.close()
             self._file = _next_file(self._path).open("ab")
             self._path.rename(part)
             _next_file(self._path).rename(self._path)
-            self._part += 1
+            self._part_number += 1
         self._begin_part()
         if self._on_part_closed is not None:
             self._on_part_closed(part)
 
-    def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
+    def _as_store_error(self) -> contextlib.AbstractContextManager[None]:
         """Raise a failure to write as a StoreError of one line."""
         remedy = "free space or move runs_dir"
         return raised_as(StoreError, f"{self._path}: cannot be written", OSError, remedy=remedy, describe=strerror)
@@ -141,15 +142,15 @@ def _next_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.next")
 
 
-def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
-    """Return the paths (job file, journal) of each start of the run, oldest first."""
-    numbers = start_numbers(run_dir)
+def list_start_files(run_dir: Path) -> list[tuple[Path, Path]]:
+    """Return the paths (job file, journal) of each start of a run, oldest first."""
+    numbers = earlier_start_numbers(run_dir)
     starts = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in numbers]
     return [*starts, (run_dir / "config.toml", run_dir / "events.jsonl")]
 
 
-def start_numbers(run_dir: Path) -> list[int]:
-    """Return the numbers of the run's earlier starts, in order."""
+def earlier_start_numbers(run_dir: Path) -> list[int]:
+    """Return the numbers of a run's starts before the latest, in order."""
     return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
 
 
@@ -192,11 +193,11 @@ def uncompressed_bytes(file: Path) -> int:
 
 class JournalReader:
     """Iterates over the entries of a journal. An incomplete last line, which a killed process may leave, is skipped.
-    incomplete_line: number of that line once it has been reached; 0 if there is none."""
+    incomplete_line_number: number of that line once it has been reached; 0 if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.incomplete_line = 0
+        self.incomplete_line_number = 0
 
     def __iter__(self) -> Iterator[JournalEntry]:
         """Iterate over the entries. Raises ConfigError, naming the line, for an invalid one, and naming the file for a
@@ -211,41 +212,41 @@ class JournalReader:
         if self.path.exists() or not _next_file(self.path).exists():
             yield from self._read_file(self.path, len(parts) + 1, is_last=True)
 
-    def _read_file(self, file: Path, part: int, *, is_last: bool) -> Iterator[JournalEntry]:
-        number = 0
+    def _read_file(self, file: Path, part_number: int, *, is_last: bool) -> Iterator[JournalEntry]:
+        line_number = 0
         try:
             with open_part(file) as lines:
-                for number, line in enumerate(lines, 1):
+                for line_number, line in enumerate(lines, 1):
                     try:
                         value = json.loads(line)
                     except (ValueError, RecursionError):
                         if is_last and not lines.read(1):
-                            self.incomplete_line = number
+                            self.incomplete_line_number = line_number
                             return
-                        raise ConfigError(f"{file}, line {number}: not JSON") from None
-                    if number == 1 and part > 1:
-                        self._require_heading(file, value, part)
+                        raise ConfigError(f"{file}, line {line_number}: not JSON") from None
+                    if line_number == 1 and part_number > 1:
+                        self._require_heading(file, value, part_number)
                         continue
                     try:
                         entry = CODEC.decode(value, JournalEntry)
                         _check_entry(entry)
                     except (ValueError, LookupError, TypeError) as error:
-                        raise ConfigError(f"{file}, line {number}: {error}") from error
+                        raise ConfigError(f"{file}, line {line_number}: {error}") from error
                     yield entry
-            if not number and not is_last:
+            if not line_number and not is_last:
                 raise ConfigError(f"{file}: damaged: it is empty; restore it")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ConfigError(f"{file}: damaged after line {number}: {error}; restore it") from error
+            raise ConfigError(f"{file}: damaged after line {line_number}: {error}; restore it") from error
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
-    def _require_heading(self, file: Path, value: object, part: int) -> None:
+    def _require_heading(self, file: Path, value: object, part_number: int) -> None:
         """Raise ConfigError unless a file's first line has the number of this part."""
         number = value.get(PART) if isinstance(value, dict) else None
         if not isinstance(number, int):
-            raise ConfigError(f"{file}, line 1: not the heading of part {part} of a journal; restore the file")
-        if number != part:
-            missing = self.path.with_name(f"{self.path.name}.{part:04}")
+            raise ConfigError(f"{file}, line 1: not the heading of part {part_number} of a journal; restore the file")
+        if number != part_number:
+            missing = self.path.with_name(f"{self.path.name}.{part_number:04}")
             raise ConfigError(f"{missing}: this part of the journal is missing; {file.name} is {number}")
 
 
@@ -255,7 +256,7 @@ def _check_entry(entry: JournalEntry) -> None:
         raise ValueError(f"now: {entry.now} is not a time")
     if isinstance(entry.event, RunResumed):
         for key, count in entry.event.num_ended:
-            if not OUTCOME_KEY.fullmatch(key) or count < 0:
+            if not OUTCOME_KEY_PATTERN.fullmatch(key) or count < 0:
                 raise ValueError(f"event.num_ended: {key!r}: {count} is not a count of a fate and its reason")
 
 
@@ -267,7 +268,7 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> ReplayC
         num_routes, num_pulls = (sum(isinstance(c, kind) for c in entry.commands) for kind in (Route, Pull))
         try:  # earlier versions may have had other limits
             commands = coordinator.handle(
-                entry.event, entry.now, max(MAX_ROUTES, num_routes), max(MAX_PULLS, num_pulls)
+                entry.event, entry.now, max(MAX_ROUTES_PER_EVENT, num_routes), max(MAX_PULLS_PER_EVENT, num_pulls)
             )
         except ProtocolViolation as violation:
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"

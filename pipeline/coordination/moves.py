@@ -11,7 +11,7 @@ from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import StragglerRule
-from staleflow.pipeline.strategies.migration import InstanceLoad, Migration, MovableTrajectory
+from staleflow.pipeline.strategies.migration import Migration, MovableTrajectory
 from staleflow.stores.trajectory import GroupId
 from staleflow.tasks.emulation.cost_model import CostModel
 
@@ -60,26 +60,24 @@ class MovePlanner:
         moves: list[Move] = []
         for i in range(max(1, int(len(fleet) * MAX_SOURCE_SHARE))):
             source, target = instances[-1 - i], instances[i]
-            source_load = InstanceLoad(running=source.num_running, kv_tokens=source.kv_tokens)
-            target_load = InstanceLoad(running=target.num_running, kv_tokens=target.kv_tokens)
-            if not rule.may_gain(source_load, target_load):
+            if not rule.may_gain(source.load, target.load):
                 break  # the speeds of later pairs differ less
             free_slots = target.max_running - target.num_running
-            if source.pulling or target.pulling or source.num_moves or target.num_moves or free_slots <= 0:
+            if source.is_pulling or target.is_pulling or source.num_moves or target.num_moves or free_slots <= 0:
                 continue  # trajectories that are moving are not in these loads yet
             trajectories = self._movable_trajectories(source, target)
             movable = [
                 MovableTrajectory(
                     kv_tokens=trajectory.kv_tokens,
-                    remaining_tokens=self._forecast.episodes.expected_sampled_tokens(
-                        self._forecast.expected_remaining(trajectory.group, trajectory.tokens)
+                    remaining_tokens=self._forecast.sampled_token_share.expected_sampled_tokens(
+                        self._forecast.expected_remaining_tokens(trajectory.group, trajectory.tokens)
                     ),
                     deadline=ledger.deadline(ledger.live_groups[trajectory.group].version),
                 )
                 for trajectory in trajectories
             ]
             free_kv_tokens = target.kv_capacity - target.kv_tokens
-            for j in rule.choose_moves(source_load, target_load, movable, free_slots):
+            for j in rule.choose_moves(source.load, target.load, movable, free_slots):
                 if (trajectory := trajectories[j]).kv_tokens <= free_kv_tokens:  # after the moves before it
                     free_kv_tokens -= trajectory.kv_tokens
                     moves.append(Move(trajectory, source, target, f"moves to {target.id}"))
@@ -115,7 +113,7 @@ class MovePlanner:
                 trajectory.phase is Phase.RUNNING
                 and source is not None
                 and not trajectory.is_leaving
-                and trajectory.tokens > trajectory.turn_start
+                and trajectory.tokens > trajectory.turn_start_tokens
             ):
                 yield Move(trajectory, source, None, "straggler: truncated")
 

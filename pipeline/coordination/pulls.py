@@ -19,11 +19,11 @@ def choose_pulls(
     keeps its version until it has nothing more to sample for it. With shared GPUs all sleeping instances pull once the
     training step has ended."""
     if state.shares_gpus:
-        yield from () if state.is_training else [instance for instance in candidates if instance.asleep]
+        yield from () if state.is_training else [instance for instance in candidates if instance.is_asleep]
         return
     version, fleet = state.ledger.version, state.fleet
     pinned_ids = state.evaluation.pinned_instances if state.evaluation is not None else ()
-    instances = [i for i in candidates if i.version < version and not i.pulling and i.id not in pinned_ids]
+    instances = [i for i in candidates if i.version < version and not i.is_pulling and i.id not in pinned_ids]
     if not instances:
         return
     num_missing = synchronization.num_pulling(len(fleet)) - int(np.count_nonzero(fleet.served_versions == version))

@@ -9,7 +9,6 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
-from staleflow.pipeline.strategies.migration import InstanceLoad
 from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, Routing
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import PolicyVersion
@@ -45,7 +44,7 @@ class RoutePlanner:
         if target is not None and fitting_mask[target.index]:
             return target
         if not fitting_mask.any():
-            return fleet.refusal_reason(trajectory.kv_tokens, min_version)
+            return fleet.refusal_reason(min_version)
         candidate = Candidate(kv_tokens=trajectory.kv_tokens, continued=trajectory.tokens > 0)
         index = routing.choose(candidate, fleet, fitting_mask)
         if index is not None and not (0 <= index < len(fleet) and fitting_mask[index]):
@@ -62,7 +61,7 @@ class RoutePlanner:
     def can_receive_work(self, version: PolicyVersion) -> bool:
         """Whether an instance serving `version` could get a trajectory: a queued one, or one of a group that can be
         drawn."""
-        is_queued = self._state.queue.num_reserved(version) > 0
+        is_queued = self._state.queue.num_continuable(version) > 0
         return is_queued or self._admission.refusal(self._state.ledger, version) is None
 
     def _fitting_cached_instance(self, trajectory: LiveTrajectory, fitting_mask: BoolArray) -> Instance | None:
@@ -75,11 +74,11 @@ class RoutePlanner:
     ) -> bool:
         if self._affinity is None or cached_instance is preferred_instance:
             return cached_instance is preferred_instance
-        remaining_tokens = self._forecast.episodes.expected_sampled_tokens(
-            self._forecast.expected_remaining(trajectory.group, trajectory.tokens)
+        remaining_tokens = self._forecast.sampled_token_share.expected_sampled_tokens(
+            self._forecast.expected_remaining_tokens(trajectory.group, trajectory.tokens)
         )
         return self._affinity.prefers_cached(
-            _make_load(cached_instance), _make_load(preferred_instance), trajectory.kv_tokens, remaining_tokens
+            cached_instance.load, preferred_instance.load, trajectory.kv_tokens, remaining_tokens
         )
 
     def _min_version(self, trajectory: LiveTrajectory) -> int | None:
@@ -102,8 +101,6 @@ class RoutePlanner:
     def _typical_kv_tokens(self) -> float:
         """Mean KV tokens of a trajectory over the time it runs; 0 while there is no forecast."""
         has_forecast = self._forecast.has_enough_lengths
-        return self._state.running_means.prompt_tokens.value + self._forecast.mean_position if has_forecast else 0.0
-
-
-def _make_load(instance: Instance) -> InstanceLoad:
-    return InstanceLoad(running=instance.num_running, kv_tokens=instance.kv_tokens)
+        return (
+            self._state.running_means.prompt_tokens.value + self._forecast.mean_token_position if has_forecast else 0.0
+        )

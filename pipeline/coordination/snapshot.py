@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.pipeline.coordination.work_queue import UNRESERVED
 from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
@@ -78,7 +77,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
         staleness_in_queue=ledger.mean_lag(EntryState.OCCUPIED),
         buffers=ledger.view(),
         instances=tuple(
-            InstanceView(i.id, i.version, i.pulling, i.num_running, i.max_running, i.kv_tokens, i.kv_capacity)
+            InstanceView(i.id, i.version, i.is_pulling, i.num_running, i.max_running, i.kv_tokens, i.kv_capacity)
             for i in state.fleet
         ),
         refusals=dict(refusals),
@@ -104,10 +103,10 @@ def explain_waiting(state: CoordinatorState, limit: int) -> str:
     )
     oldest = sorted(
         (t for t in state.live_trajectories.values() if t.phase is not Phase.DONE and not t.is_evaluation),
-        key=lambda t: (UNRESERVED if (version := ledger.live_groups[t.group].version) < 0 else version, t.phase_since),
+        key=lambda t: (state.queue_level(t.group), t.phase_since_s),
     )[:limit]
     lines = [
-        f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.phase_since:.1f} s"
+        f"group {t.group}, trajectory {t.id}: {t.phase.value} for {state.now - t.phase_since_s:.1f} s"
         + (f" on {t.instance}" if t.instance is not None else "")
         + f", {t.tokens} tokens, version {t.v_traj}"
         + (f", waits: {t.refusal}" if t.refusal and t.phase is Phase.QUEUED else "")

@@ -51,7 +51,7 @@ class CoordinatorState(ReplanFlags):
         super().__init__(self.fleet)
         self.live_trajectories: dict[TrajectoryId, LiveTrajectory] = {}
         self.num_in_phase: Counter[Phase] = Counter()
-        """Number of trajectories in each phase, and of those that have ended."""
+        """Number of live trajectories in each phase."""
         self.queue = WorkQueue()
         self.ledger = ledger
         self.mixture = mixture
@@ -62,13 +62,13 @@ class CoordinatorState(ReplanFlags):
         """Time of the event being handled, in seconds."""
         self.unreserved_groups: set[GroupId] = set()
         """Groups that have arrived and have no reservation, since no member was routed yet."""
-        self.groups_requested = 0
+        self.num_requested_groups = 0
         """Number of groups that were requested and have not arrived."""
         self.is_training = False
         """Whether a step is being trained."""
         self._trainer_idle_since: float | None = 0.0
         """Seconds; None while a step is being trained."""
-        self._published_at = 0.0
+        self._published_at_s = 0.0
         """Time of the latest `publish` or `resume`, in seconds."""
         self.shares_gpus = shares_gpus
         self.pending_sleeps: set[InstanceId] = set()
@@ -107,30 +107,30 @@ class CoordinatorState(ReplanFlags):
 
     def flag_timed_decisions(self) -> None:
         """Set the flags of the decisions that may change with time alone: routing, and pulls."""
-        self._routing_changed = self._all_loads_changed = True
+        self._routing_changed = self._all_may_pull = True
 
-    def continue_routing(self) -> None:
-        """Set the flag of routing, because queued trajectories are left that were not tried."""
+    def flag_routing(self) -> None:
+        """Set the flag of routing, because the queue has trajectories that were not tried."""
         self._routing_changed = True
 
     def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
         """Continue a run that has published version `step`. Its groups in flight are added afterwards."""
         self.ledger.resume(step, num_ended)
-        self._trainer_idle_since = self._published_at = self.now
+        self._trainer_idle_since = self._published_at_s = self.now
 
     def publish(self, version: PolicyVersion) -> None:
         """Record that the current training step has finished."""
         self.ledger.publish(version)
         self.is_training, self._trainer_idle_since = False, self.now
-        self.running_means.publish_interval_s.add(self.now - self._published_at)
-        self._published_at = self.now
-        self._batch_changed = self._admission_changed = self._routing_changed = self._all_loads_changed = True
+        self.running_means.publish_interval_s.add(self.now - self._published_at_s)
+        self._published_at_s = self.now
+        self._batch_changed = self._admission_changed = self._routing_changed = self._all_may_pull = True
 
     # -- groups --------------------------------------------------------------------------------------------------
 
     def request_groups(self, num_groups: int) -> tuple[tuple[int, int], ...]:
         """Count groups as requested. Returns (source, task) of each; empty without a mixture."""
-        self.groups_requested += num_groups
+        self.num_requested_groups += num_groups
         return () if self.mixture is None else self.mixture.draw(num_groups)
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
@@ -138,14 +138,14 @@ class CoordinatorState(ReplanFlags):
         trajectory_ids: list[TrajectoryId] = []
         for group in groups:
             members = self.ledger.start(group.group)
-            self.groups_requested -= 1
+            self.num_requested_groups -= 1
             if self.mixture is not None:
                 self.mixture.count_arrived(group.group, group.source, group.task)
             self.running_means.prompt_tokens.add(group.prompt_tokens)
             self.unreserved_groups.add(group.group)
             for member in members:
                 trajectory = LiveTrajectory(
-                    id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since=self.now
+                    id=member, group=group.group, prompt_tokens=group.prompt_tokens, phase_since_s=self.now
                 )
                 self._add(trajectory)
             trajectory_ids += members
@@ -224,7 +224,7 @@ class CoordinatorState(ReplanFlags):
 
     def unpin_idle_instances(self) -> None:
         """Unpin the instances that have nothing more to sample for the evaluation, so that they pull again."""
-        self._loads_changed |= {instance.id: instance for instance in self._evaluations.unpin_idle_instances()}
+        self._pull_candidates |= {instance.id: instance for instance in self._evaluations.unpin_idle_instances()}
 
     def end_evaluation_trajectory(self, trajectory: LiveTrajectory) -> bool:
         """Record that an evaluation trajectory has ended: scored, or, if it is queued, aborted. Returns True if it was
@@ -239,7 +239,7 @@ class CoordinatorState(ReplanFlags):
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
         """End the running evaluation. Returns it, and its trajectories that were still in flight."""
         evaluation, step = self._evaluations.close(), self.ledger.next_step
-        self._all_loads_changed = self._batch_changed = True  # with shared GPUs the step may have waited for it
+        self._all_may_pull = self._batch_changed = True  # with shared GPUs the step may have waited for it
         return evaluation, self._remove_ended(
             Ending(
                 trajectory=member,
@@ -327,7 +327,7 @@ class CoordinatorState(ReplanFlags):
         phase = next_phase(trajectory.phase, Transition.ENVIRONMENT_STEPPED)
         trajectory.observation_tokens += tokens - trajectory.tokens
         self._enter_phase(trajectory, phase)
-        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start = tokens
+        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start_tokens = tokens
         self._enqueue(trajectory)
         self._routing_changed = True
 
@@ -337,7 +337,7 @@ class CoordinatorState(ReplanFlags):
         self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.RESTARTED))
         if trajectory.is_last_turn_truncated:
             self._undo_truncation(trajectory)
-        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start = 0
+        trajectory.tokens = trajectory.delivered_tokens = trajectory.turn_start_tokens = 0
         trajectory.num_turns = trajectory.observation_tokens = 0
         trajectory.num_failures += not is_lost
         self._enqueue(trajectory)
@@ -379,8 +379,8 @@ class CoordinatorState(ReplanFlags):
 
     def add_instance(self, instance_id: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
         """Add an instance that runs nothing. A replacement of a lost instance has a new id."""
-        self.fleet.add_instance(instance_id, version, kv_capacity, max_running, asleep=self.shares_gpus)
-        self._admission_changed = self._routing_changed = self._all_loads_changed = True
+        self.fleet.add_instance(instance_id, version, kv_capacity, max_running, is_asleep=self.shares_gpus)
+        self._admission_changed = self._routing_changed = self._all_may_pull = True
 
     def drain(self, instance: Instance) -> list[LiveTrajectory]:
         """Exclude an instance from routing. Returns the trajectories on it that are not leaving it yet."""
@@ -406,7 +406,7 @@ class CoordinatorState(ReplanFlags):
         """Remove an instance, after all its trajectories were queued or aborted."""
         self.fleet.remove_instance(instance)
         self._evaluations.unpin_lost(instance.id)
-        self._loads_changed.pop(instance.id, None)
+        self._pull_candidates.pop(instance.id, None)
         self.pending_sleeps.discard(instance.id)
 
     def record_progress(
@@ -437,7 +437,7 @@ class CoordinatorState(ReplanFlags):
         """Record that an instance has loaded the version it is marked with, or a newer one because no host had that
         any more."""
         self.fleet.finish_pull(instance, version)
-        self._loads_changed[instance.id] = instance
+        self._pull_candidates[instance.id] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it
 
     # -- internal ----------------------------------------------------------------------------------------------
@@ -450,8 +450,8 @@ class CoordinatorState(ReplanFlags):
 
     def _enter_phase(self, trajectory: LiveTrajectory, phase: Phase) -> None:
         self.num_in_phase[trajectory.phase] -= 1
-        self.num_in_phase[phase] += 1
-        trajectory.phase, trajectory.phase_since = phase, self.now
+        self.num_in_phase[phase] += phase is not Phase.ENDED
+        trajectory.phase, trajectory.phase_since_s = phase, self.now
 
     def _enqueue(self, trajectory: LiveTrajectory) -> None:
         trajectory.queue_level = self.queue_level(trajectory.group)
@@ -488,7 +488,7 @@ class CoordinatorState(ReplanFlags):
         if trajectory.move_target is not None:
             self.fleet.finish_move(instance)
         trajectory.instance = None
-        self._loads_changed[instance.id] = instance
+        self._pull_candidates[instance.id] = instance
         self._routing_changed = True
 
     def _finish_move(self, trajectory: LiveTrajectory) -> None:

@@ -56,19 +56,19 @@ class ReplanFlags:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._batch_changed = self._admission_changed = self._routing_changed = self._all_loads_changed = False
-        self._loads_changed: dict[InstanceId, Instance] = {}
+        self._batch_changed = self._admission_changed = self._routing_changed = self._all_may_pull = False
+        self._pull_candidates: dict[InstanceId, Instance] = {}
 
     def pop_batch_changed(self) -> bool:
         """Whether a batch may have become ready since the previous call."""
         changed, self._batch_changed = self._batch_changed, False
         return changed
 
-    def pop_loads_changed(self) -> list[Instance]:
+    def pop_pull_candidates(self) -> list[Instance]:
         """Instances that may have become worth a pull since the previous call."""
-        changed = list(self._fleet if self._all_loads_changed else self._loads_changed.values())
-        self._loads_changed, self._all_loads_changed = {}, False
-        return changed
+        candidates = list(self._fleet if self._all_may_pull else self._pull_candidates.values())
+        self._pull_candidates, self._all_may_pull = {}, False
+        return candidates
 
     def pop_admission_changed(self) -> bool:
         """Whether there may be room for more groups than at the previous call."""

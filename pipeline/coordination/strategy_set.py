@@ -27,7 +27,7 @@ class StrategySet:
     stragglers: StragglerRule = StragglerRule()
     max_failures: int = 3
     """Failures of an engine or an environment, or lost instances, after which a trajectory is still retried."""
-    environments: bool = False
+    has_environments: bool = False
     """Whether an environment replies to each turn; if not, a response is one turn, which is scored."""
     evaluation_share: float = 0.25
     """Share of the fleet's slots that an evaluation may use while the run trains."""

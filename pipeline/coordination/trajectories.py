@@ -27,10 +27,10 @@ class LiveTrajectory:
     route_number: int = 0
     """Number of times it was routed."""
     tokens: int = 0
-    """Sampled tokens, as last reported."""
+    """Length of its response so far, with observations, as last reported."""
     delivered_tokens: int = 0
     """Tokens that the trajectory server is known to have: they survive the loss of the instance."""
-    turn_start: int = 0
+    turn_start_tokens: int = 0
     """Number of tokens it had when its latest turn began, or when the run was resumed."""
     num_failures: int = 0
     """Number of engine failures, lost instances and environment failures so far."""
@@ -45,7 +45,7 @@ class LiveTrajectory:
     versions."""
     reward: float | None = None
     """None if it is not scored, or could not be."""
-    phase_since: float = 0.0
+    phase_since_s: float = 0.0
     """Time at which the current phase began, in seconds."""
     move_target: InstanceId | None = None
     """The instance to which it is moving, from the Interrupt until it is routed or sampled; else None."""
@@ -86,10 +86,10 @@ def restore_members(group: GroupInFlight, sampled_phase: Phase, now: float) -> l
             route_number=1 if member.version >= 0 else 0,
             tokens=member.tokens,
             delivered_tokens=member.tokens,
-            turn_start=member.tokens,
+            turn_start_tokens=member.tokens,
             reward=member.reward,
             observation_tokens=member.given_tokens,
-            phase_since=now,
+            phase_since_s=now,
         )
         for member in group.members
     ]

@@ -20,7 +20,7 @@ UNRESERVED = 2**62
 
 class WorkQueue:
     """The queue; only the state changes it. Within a level, first in, first out. Methods are O(1), except `levels`,
-    O(eta log eta), and `num_reserved`, O(eta)."""
+    O(eta log eta), and `num_continuable`, O(eta)."""
 
     def __init__(self) -> None:
         # An OrderedDict finds its first item in O(1); a plain dict walks over all deleted ones.
@@ -38,7 +38,7 @@ class WorkQueue:
         """Trajectories in a level."""
         return len(self._levels.get(level, ()))
 
-    def num_reserved(self, version: int) -> int:
+    def num_continuable(self, version: int) -> int:
         """Number of waiting trajectories with a reservation that an instance of `version` can continue."""
         return sum(len(trajectories) for level, trajectories in self._levels.items() if EVALUATION < level <= version)
 

@@ -103,7 +103,7 @@ async def execute(
             connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )
         reporter = Reporter(f"{config.name}-{facts.nonce[:6]}" if task is None else task.job_id, config.steps, run_dir)
-        workers.job = reporter.id
+        workers.job_id = reporter.id
         end_state = "failed", ""
         try:
             if workers.dashboard:
@@ -123,7 +123,9 @@ async def execute(
                 report = await _train(
                     config, actors, workers, reporter, listener, (fingerprints, input_changes), stop, resume=resume
                 )
-            end = RunEnd(run_dir=run_dir, summary=write_summary(config, report, run_dir), stop_reason=report.stopped)
+            end = RunEnd(
+                run_dir=run_dir, summary=write_summary(config, report, run_dir), stop_reason=report.stop_reason
+            )
             end_state = ("stopped" if end.stop_reason else "done"), end.stop_reason
             return end
         except BaseException as error:
@@ -143,7 +145,7 @@ async def execute(
 
 async def _enter_registry(config: RunConfig, workers: DaskWorkers) -> None:
     """Enter a run in the cluster's job registry. Raises ConfigError if another job uses its folder, ClusterLost."""
-    job_facts = {"id": workers.job, "name": config.name, "run_dir": str(config.run_dir), "steps": config.steps}
+    job_facts = {"id": workers.job_id, "name": config.name, "run_dir": str(config.run_dir), "steps": config.steps}
     client = workers.client
     with raised_as(ClusterLost, "cluster: the scheduler does not answer", OSError):
         refuse_second_job(await job_registry.ask(client, "submit", **job_facts, submitter=str(client.id)))
@@ -187,7 +189,7 @@ async def _train(
             listeners = RunListeners(tracking, start_recorder, reporter, listener)
             if resumption is not None:
                 listeners.on_line(f"resuming from version {resumption.version}")
-                reporter.add_earlier_steps(resumption.steps)
+                reporter.add_earlier_steps(resumption.step_metrics)
             driver = Driver(
                 config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, input_changes=input_changes
             )
@@ -206,8 +208,9 @@ def _prepare_folder(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Fing
 
     fingerprints = source_fingerprints.compute(config)
     if resume:
-        resumption.resume_version(config)
-        return config, fingerprints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), fingerprints)
+        resumption.find_resume_version(config)
+        stored_fingerprints = source_fingerprints.read(config.run_dir)
+        return config, fingerprints, source_fingerprints.describe_changes(stored_fingerprints, fingerprints)
     config, code = user_files.with_copied_code(config)
     source_fingerprints.write(prepare_run_dir(config, code), fingerprints)
     return config, fingerprints, []
@@ -231,7 +234,7 @@ async def _run_driver(
         return await driver.run()
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if not driver.report.stopped or task is None:
+        if not driver.report.stop_reason or task is None:
             raise
         task.uncancel()
         return driver.report  # stopped at once, so only committed steps count

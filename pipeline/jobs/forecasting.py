@@ -19,15 +19,15 @@ from pathlib import Path
 from staleflow.pipeline.config import actor_settings, knob_tree, size_plan
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB
-from staleflow.pipeline.recovery.run_folder import CODEC, DISK_REMEDY, read_values
+from staleflow.pipeline.recovery.run_folder import CODEC, DISK_REMEDY, read_json_file
 from staleflow.pipeline.simulator.analysis import as_metrics, compute_stats
 from staleflow.pipeline.simulator.run_forecast import (
     NUM_SIMULATIONS,
     Forecast,
-    ForecastResult,
+    ForecastComparison,
     compare_with_run,
     measure_run,
-    most_frequent,
+    most_frequent_cause,
     predict_ranges,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -87,7 +87,7 @@ def make_forecast(
         measured.append(measure_run(steps))
         diagnosis = compute_stats(seeded, trace).diagnosis
         causes.append(diagnosis.cause.value if diagnosis is not None else "")
-    bottleneck, agreement = most_frequent(causes)
+    bottleneck, agreement = most_frequent_cause(causes)
     memory = zip(("rank", "instance", "teacher"), size_plan.gpu_bytes(config), strict=True)
     return Forecast(
         steps=config.steps,
@@ -113,7 +113,7 @@ def write_forecast(run_dir: Path, forecast: Forecast) -> None:
 
 def read_forecast(run_dir: Path) -> Forecast | None:
     """Read the forecast of a run; None if there is none. Raises StoreError."""
-    return read_values(run_dir / FORECAST_FILE, Forecast, "remove it to continue without a forecast")
+    return read_json_file(run_dir / FORECAST_FILE, Forecast, "remove it to continue without a forecast")
 
 
 def prepare_forecast(config: RunConfig, job_digest: str, stop_event: threading.Event | None = None) -> str:
@@ -140,7 +140,7 @@ def prepare_forecast(config: RunConfig, job_digest: str, stop_event: threading.E
     return "" if planned is None else "the forecast in the run's folder was for other settings, and was removed"
 
 
-def compare_forecast(run_dir: Path, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastResult | None:
+def compare_forecast(run_dir: Path, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastComparison | None:
     """Compare a run with the forecast in its folder; None if it has none. Raises StoreError if it cannot be read.
 
     Args:

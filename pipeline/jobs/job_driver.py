@@ -176,10 +176,10 @@ async def lock_for_job(config: RunConfig, submission: Submission) -> AsyncIterat
                 break
             except run_folder.FolderInUse:
                 # An earlier driver of this job, whose worker is leaving the cluster, unlocks it at its end.
-                if run_folder.job_id(run_dir) != submission.id or time.monotonic() > deadline:
+                if run_folder.read_job_id(run_dir) != submission.id or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(LOCK_RETRY_S)
-        if not submission.resume and run_folder.job_id(run_dir) != submission.id:
+        if not submission.resume and run_folder.read_job_id(run_dir) != submission.id:
             run_folder.require_no_run(run_dir)
         run_folder.write_job_id(run_dir, submission.id, submission.code)
         yield
@@ -231,7 +231,7 @@ async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = F
     """Submit a job with absolute paths to a cluster. Returns its entry in the job registry, once it is in the queue.
     Raises ConfigError if another process or job has locked the run folder."""
     if resume:
-        run_folder.refuse_locked(config.run_dir)
+        run_folder.require_unlocked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check_user_code(config)
     config, code = collect_code(config)

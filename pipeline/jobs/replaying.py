@@ -9,7 +9,7 @@ from pathlib import Path
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import RunResumed, StopRequested
-from staleflow.pipeline.coordination.journal import JournalEntry, recorded_starts
+from staleflow.pipeline.coordination.journal import JournalEntry, list_start_files
 from staleflow.pipeline.recovery.run_folder import load_job, require_run
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import StoreSummary
@@ -46,7 +46,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     truncated: list[str] = []
     difference = missing = ""
     coverage = _Coverage()
-    for config, events in recorded_starts(run_dir):
+    for config, events in list_start_files(run_dir):
         coordinator = make_coordinator(load_job(run_dir, file=config.name))
         if trajectory is not None:
             coordinator.follow(trajectory)
@@ -65,8 +65,8 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
             coverage.version = coordinator.ledger.version
         if coverage.has_ended:
             coverage.ended_at = coverage.version
-        if entries.incomplete_line:
-            truncated.append(f"{events.name}, line {entries.incomplete_line}, is incomplete and was ignored")
+        if entries.incomplete_line_number:
+            truncated.append(f"{events.name}, line {entries.incomplete_line_number}, is incomplete and was ignored")
         if trajectory is not None:
             story += coordinator.story(trajectory)
     if trajectory is not None and not story and not difference:

@@ -84,7 +84,7 @@ class Reporter(RunListener):
         self._unsent_lines: list[str] = []
         self._unsent_steps: list[dict[str, float]] = []
         """Lines and steps that the run folder has, but not the registry, because a request failed."""
-        self._phase = ""
+        self._activity = ""
         self._retired: list[str] = []
         """Workers to retire of the registry's last reply, which it may still list."""
         self._is_registry_lost = False
@@ -93,17 +93,17 @@ class Reporter(RunListener):
         """Append a line to the log."""
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
-    def on_phase(self, name: str) -> None:
-        if name != self._phase:
-            self._phase = name
-            self._log(name)
+    def on_activity(self, activity: str) -> None:
+        if activity != self._activity:
+            self._activity = activity
+            self._log(activity)
 
     def add_earlier_steps(self, steps: Sequence[dict[str, float]]) -> None:
         """Send the stored steps of a resumed run, without log lines."""
         self._steps += steps
 
     def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
-        self._phase = "training"
+        self._activity = "training"
         self._steps.append(dict(step))
         self._log(format_step(step, self._num_steps, bottleneck))
 
@@ -114,10 +114,10 @@ class Reporter(RunListener):
         is_evaluating = snapshot.num_eval_in_flight > 0
         self._status = {
             **CODEC.encode(snapshot),
-            "losses": list(report.losses),
+            "losses": list(report.actor_losses),
             "tokens_per_s": tokens_per_s(report.steps),
             "fleet": report.instances_line,
-            "environments": [CODEC.encode(host) for host in report.environments],
+            "environments": [CODEC.encode(host) for host in report.environment_hosts],
             "sources": [source.line for source in report.sources],
             "bottleneck": next(reversed(report.bottlenecks.values()), ""),
             "evaluating": describe_progress(snapshot.evaluated_version, snapshot.num_eval_in_flight)
@@ -151,15 +151,15 @@ class Reporter(RunListener):
         """Report once, and retire or release the workers that the registry requests. Returns why the run must stop;
         empty if it need not."""
         state, reason = "running", ""
-        if workers.waiting:
-            needs = "; ".join(f"{name} needs {need}" for name, need in sorted(workers.waiting.items()))
+        if workers.waiting_actors:
+            needs = "; ".join(f"{name} needs {need}" for name, need in sorted(workers.waiting_actors.items()))
             state, reason = "waiting", f"{needs}; stops waiting after {workers.start_s:g} s (deadlines.start_s)"
-            if driver.is_training:
+            if driver.is_in_main_loop:
                 state, reason = "running", f"continues without {needs}"
         driver_status = {
-            "decisions": driver.decisions(MAX_DECISIONS),
-            "tokens_sampled": driver.tokens_sampled(),
-            "kept_tokens": driver.kept_tokens(),
+            "decisions": driver.latest_decisions(MAX_DECISIONS),
+            "tokens_sampled": driver.sampled_tokens_by_instance(),
+            "kept_tokens": driver.kept_tokens_by_instance(),
         }
         reply = await self.report(workers.client, state, reason, driver_status)
         self._retired = reply["retire"]
@@ -182,7 +182,7 @@ class Reporter(RunListener):
         async with self._report_lock:
             lines, self._lines = self._lines, []
             steps, self._steps = self._steps, []
-            status = {**self._status, "doing": self._phase, **(driver_status or {})} if self._status else {}
+            status = {**self._status, "doing": self._activity, **(driver_status or {})} if self._status else {}
             now = asyncio.get_running_loop().time()
             is_due = now - self._recorded_s >= RECORD_INTERVAL_S or self._recorded_state != f"{state} {reason}"
             if lines or steps or is_due:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.recovery.run_folder import CODEC, STARTS, read_values
+from staleflow.pipeline.recovery.run_folder import CODEC, STARTS_FILE, read_json_file
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replacing
@@ -51,7 +51,7 @@ class StartRecorder(RunListener):
     elapsed_s: seconds of the run before."""
 
     def __init__(self, run_dir: Path, version: int, elapsed_s: float) -> None:
-        self._path = run_dir / STARTS
+        self._path = run_dir / STARTS_FILE
         self._earlier_starts = read_start_records(run_dir)
         self._start = Start(version)
         self._elapsed_s = elapsed_s
@@ -62,12 +62,12 @@ class StartRecorder(RunListener):
     def on_status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
         self._report = report
-        self._start.losses, self._start.alarms = list(report.losses), list(report.alarms)
-        self._start.commands = dict(report.commands)
-        if report.phases:
-            phases = {name: report.phases.get(name, 0.0) for name in PHASES_PER_START}
-            self._start.phases = phases | {"wall_s": report.phases.get("wall_s", 0.0) - self._elapsed_s}
-        counts = len(report.steps), len(report.losses)
+        self._start.losses, self._start.alarms = list(report.actor_losses), list(report.alarms)
+        self._start.commands = dict(report.command_counts)
+        if report.seconds_by_activity:
+            phases = {name: report.seconds_by_activity.get(name, 0.0) for name in PHASES_PER_START}
+            self._start.phases = phases | {"wall_s": report.seconds_by_activity.get("wall_s", 0.0) - self._elapsed_s}
+        counts = len(report.steps), len(report.actor_losses)
         if counts != self._written_counts:
             self._written_counts = counts
             self._write()
@@ -78,7 +78,7 @@ class StartRecorder(RunListener):
         ending = "stopped at once"
         try:
             yield
-            ending = f"stopped: {self._report.stopped}" if self._report.stopped else "done"
+            ending = f"stopped: {self._report.stop_reason}" if self._report.stop_reason else "done"
         except Exception as error:
             ending = f"failed: {error}"
             raise
@@ -96,7 +96,7 @@ class StartRecorder(RunListener):
 
 def read_start_records(run_dir: Path) -> list[Start]:
     """Read the starts of a run, oldest first; empty before its first. Raises StoreError."""
-    return read_values(run_dir / STARTS, list[Start], "remove it to continue without earlier losses") or []
+    return read_json_file(run_dir / STARTS_FILE, list[Start], "remove it to continue without earlier losses") or []
 
 
 def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:
@@ -105,10 +105,10 @@ def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:
     starts = read_start_records(run_dir)
     return replace(
         report,
-        losses=[loss for start in starts for loss in start.losses],
+        actor_losses=[loss for start in starts for loss in start.losses],
         alarms=[alarm for start in starts for alarm in start.alarms],
-        commands=_sum_starts([start.commands for start in starts]),
-        phases=report.phases
+        command_counts=_sum_starts([start.commands for start in starts]),
+        seconds_by_activity=report.seconds_by_activity
         | _sum_starts([{k: v for k, v in start.phases.items() if k in PHASES_PER_START} for start in starts]),
     )
 

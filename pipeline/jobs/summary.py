@@ -73,13 +73,13 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
         bias = bias_report(store)
         weights = WeightChecks(store.commits()).counts()
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
-    phases = report.phases
+    phases = report.seconds_by_activity
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
     steps_with_mismatch = [s for s in report.steps if "mismatch_max" in s]
     clip_shares = [s["clip_share"] for s in report.steps if "clip_share" in s]
     return {
         "name": config.name,
-        "stopped": report.stopped,
+        "stopped": report.stop_reason,
         "steps": len(report.steps),
         "evaluations": [e.to_json() for e in report.evaluations],
         "notes": report.notes,
@@ -117,9 +117,9 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
             "updates_dropped": int(sum(s.get("updates_dropped", 0.0) for s in report.steps)),
         },
         "tasks": [{**asdict(source), "line": source.line} for source in report.sources],
-        "commands": report.commands,
+        "commands": report.command_counts,
         "cost_model": _compare_cost_model(config, report),
-        "losses": report.losses,
+        "losses": report.actor_losses,
         "probe_drift": max((s["probe_drift"] for s in report.steps if "probe_drift" in s), default=None),
         "weights": {**asdict(weights), "lines": weights.lines},
         "alarms": report.alarms,
@@ -133,7 +133,7 @@ def _compare_cost_model(config: RunConfig, report: RunReport) -> dict[str, Any]:
     measured_over_predicted: the ratio of the two; None if too few steps were measured. drifted: whether the ratio
     differs from 1 by more than rollout.cost_tolerance.
     """
-    ratio = report.fit.ratio_to(config.rollout.cost) if report.fit else None
+    ratio = report.cost_model_fit.ratio_to(config.rollout.cost) if report.cost_model_fit else None
     has_drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
     return {"measured_over_predicted": ratio, "drifted": has_drifted}
 

@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Background:
+class BackgroundTasks:
     """Background tasks of one run. on_failure: called with the error of each task that fails."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        self._failed = on_failure
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[asyncio.Task[None]]:
@@ -30,7 +30,7 @@ class Background:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.debug("%s failed", name, exc_info=error)
-                self._failed(error)
+                self._on_failure(error)
 
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)

@@ -64,33 +64,34 @@ class DaskWorkers:
 
     client: Any
     local: Any | None
-    run: str
+    run_name: str
     start_s: float
     roles_by_worker: dict[str, list[str]] = field(default_factory=dict)
     """Roles placed on each worker, by the worker's name."""
-    generation: int = 0
+    num_created: int = 0
+    """Number of actors that were created, lost ones included."""
     placed: dict[str, PlacedActor] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
+    lost_addresses: set[str] = field(default_factory=set)
     """Addresses of workers that lost an actor. The scheduler still lists a hung one, but it is not chosen again."""
     restarts: set[asyncio.Future[None]] = field(default_factory=set)
-    job: str = ""
+    job_id: str = ""
     """The run's id in the job registry on the scheduler."""
     own_worker: str = ""
     """Address of this process as a worker, if the driver runs as a task of the cluster; else empty."""
-    num_heavy: int = 0
+    num_heavy_actors: int = 0
     """Number of workers that the run's rollout instances, trainer and teachers need."""
     choose_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    shared: bool = False
+    is_shared: bool = False
     """Whether other runs may use the cluster, so that workers have to be claimed."""
     scheduler_id: str = ""
     """Dask's id of the scheduler process; empty until the first request."""
-    visible: Mapping[str, str] = field(default_factory=dict)
+    visible_devices: Mapping[str, str] = field(default_factory=dict)
     """Values of CUDA_VISIBLE_DEVICES on a local cluster, by actor name."""
-    on_gpus: bool = False
-    """Whether the run uses GPUs of a shared cluster, so that the registry chooses its workers and GPUs."""
+    claims_gpus: bool = False
+    """Whether the run claims GPUs of a shared cluster from the registry, which chooses its workers and GPUs."""
     placement_text: str = ""
     """The placement on hosts and GPUs as text for the user."""
-    waiting: dict[str, str] = field(default_factory=dict)
+    waiting_actors: dict[str, str] = field(default_factory=dict)
     """Actors that have no worker yet, by name, with a description of the worker that each needs, for status
     displays."""
 
@@ -112,7 +113,7 @@ class DaskWorkers:
         for the actor: a worker that became free late does not hang."""
         deadline = now_s() + self.start_s
         try:
-            while (worker := await self._take_slot(role)) is None:
+            while (worker := await self._reserve_slot(role)) is None:
                 remaining_s = deadline - now_s()
                 if remaining_s < 0:
                     raise NoFreeWorker(
@@ -120,10 +121,10 @@ class DaskWorkers:
                         "needs one worker process for each rollout instance and each rank of the trainer, with "
                         f"resource {role}=1 if workers declare resources"
                     )
-                self.waiting[name] = f"a free worker process, with resource {role}=1 if any declare resources"
+                self.waiting_actors[name] = f"a free worker process, with resource {role}=1 if any declare resources"
                 await asyncio.sleep(0.2)
         finally:
-            self.waiting.pop(name, None)
+            self.waiting_actors.pop(name, None)
         return await self._create(worker, name, role, cls, args, before_creation)
 
     async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
@@ -149,27 +150,28 @@ class DaskWorkers:
             if before_creation is not None:
                 await before_creation()
             # A replacement gets the GPUs of the lost instance.
-            visible = self.visible.get(name.partition(".")[0])
-            if self.on_gpus:
-                visible = (await self._ask("cuda_visible_devices", id=self.job)).get(address, "")
+            visible_devices = self.visible_devices.get(name.partition(".")[0])
+            if self.claims_gpus:
+                visible_devices = (await self._ask("cuda_visible_devices", id=self.job_id)).get(address, "")
             async with asyncio.timeout(self.start_s):
-                if visible is not None:
-                    await self.client.run(restrict_devices, visible, workers=[address])
-                    logger.debug("%s has GPUs %s", name, visible or "none")
-                self.generation += 1  # part of the key, which cannot be reused while a future of the lost actor exists
+                if visible_devices is not None:
+                    await self.client.run(restrict_devices, visible_devices, workers=[address])
+                    logger.debug("%s has GPUs %s", name, visible_devices or "none")
+                # In the key, which cannot be used again while a future of a lost actor exists.
+                self.num_created += 1
                 future = self.client.submit(
                     cls,
                     *args,
                     actor=True,
                     workers=[address],
                     allow_other_workers=False,
-                    key=f"staleflow-{self.run}-{name}-{self.generation}",
+                    key=f"staleflow-{self.run_name}-{name}-{self.num_created}",
                     pure=False,
                 )
                 actor = await self._wait_for_actor(future, name, address)
         except TimeoutError:
             self.roles_by_worker[worker].remove(role)
-            self.lost.add(address)
+            self.lost_addresses.add(address)
             if future is not None:
                 stack = await self._creation_stack(future, address)
                 logger.warning("%s is not ready (%s): %s", name, future.status, stack)
@@ -211,7 +213,7 @@ class DaskWorkers:
         stack = stacks.get(address, {}).get(future.key)
         return "its stack is\n" + "".join(stack) if stack else "no thread of its process is creating it"
 
-    def release_light_actor(self, name: str) -> None:
+    def release_actor(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""
         actor = self.placed.pop(name, None)
         if actor is not None:
@@ -221,20 +223,20 @@ class DaskWorkers:
     async def return_light_worker(self, name: str) -> None:
         """Release a closed light actor, and let other runs have its process if nothing else runs there."""
         address = self.placed[name].address
-        self.release_light_actor(name)
-        if self.shared and not any(actor.address == address for actor in self.placed.values()):
-            await self._ask("return_worker", id=self.job, address=address)
+        self.release_actor(name)
+        if self.is_shared and not any(actor.address == address for actor in self.placed.values()):
+            await self._ask("return_worker", id=self.job_id, address=address)
 
     def mark_lost(self, name: str) -> None:
         """Remove a lost actor, and the parameter servers beside it. No actor is placed in its process again, because it
         may hang or still hold memory. The nanny restarts it, unless the driver or another actor runs there too."""
         lost = self.placed[name]
-        self.release_light_actor(name)
-        self.lost.add(lost.address)
+        self.release_actor(name)
+        self.lost_addresses.add(lost.address)
         neighbors = [p for p in self.placed.values() if p.address == lost.address]
         for parameter_server in [p for p in neighbors if p.role == "parameters"]:
             neighbors.remove(parameter_server)
-            self.release_light_actor(parameter_server.name)
+            self.release_actor(parameter_server.name)
         if lost.address != self.own_worker and not neighbors:
             restart = asyncio.ensure_future(self._restart(lost.address))
             self.restarts.add(restart)
@@ -243,10 +245,10 @@ class DaskWorkers:
     async def retire(self, name: str) -> None:
         """Release a closed actor, and let its process leave the cluster for good. Never raises."""
         actor = self.placed[name]
-        self.lost.add(actor.address)
+        self.lost_addresses.add(actor.address)
         actors = [p for p in self.placed.values() if p.address == actor.address]
         for other in actors:
-            self.release_light_actor(other.name)
+            self.release_actor(other.name)
         # The scheduler keeps a worker while any handle of an actor on it exists, also handles in other actors that are
         # not garbage-collected yet.
         with contextlib.suppress(Exception):
@@ -260,54 +262,54 @@ class DaskWorkers:
 
     async def has_spare_worker(self) -> bool:
         """Whether there is a free worker for a rollout instance that no other run waits for."""
-        if self.shared:
+        if self.is_shared:
             jobs = await self._ask("jobs")
-            if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
+            if any(job["state"] == "waiting" and job["id"] != self.job_id for job in jobs):
                 return False
-        if self.on_gpus:
-            claim = {"id": self.job, "role": ROLLOUT, "avoided_workers": list(self.lost), "dry_run": True}
+        if self.claims_gpus:
+            claim = {"id": self.job_id, "role": ROLLOUT, "avoided_workers": list(self.lost_addresses), "dry_run": True}
             return bool(await self._ask("claim_gpu_worker", **claim))
         async with self.choose_lock:
             workers = await self._workers()
-            roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
-            return bool(self._free(ROLLOUT, {a: w for a, w in workers.items() if a not in roles_by_address}))
+            roles_by_address = await self._ask("workers_of", id=self.job_id) if self.is_shared else {}
+            return bool(self._free_workers(ROLLOUT, {a: w for a, w in workers.items() if a not in roles_by_address}))
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
         with contextlib.suppress(Exception):
             await self.client.restart_workers([address], timeout=self.start_s, raise_for_error=False)
 
-    async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
+    async def _reserve_slot(self, role: str) -> tuple[str, str, str] | None:
         """Reserve a slot for `role`: (name, address, host) of its worker, or None if no worker is free."""
         async with self.choose_lock:
-            worker = await self._choose(role)
+            worker = await self._choose_worker(role)
             if worker is not None:
                 self.roles_by_worker.setdefault(worker[0], []).append(role)
             return worker
 
-    async def _choose(self, role: str) -> tuple[str, str, str] | None:
+    async def _choose_worker(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
-        roles_by_address = await self._ask("workers_of", id=self.job) if self.shared else {}
+        roles_by_address = await self._ask("workers_of", id=self.job_id) if self.is_shared else {}
         candidates = [(a, w) for a, w in workers.items() if role in roles_by_address.get(a, ())]
         if role in EXCLUSIVE_ROLES:
             candidates = [(a, w) for a, w in candidates if not self.roles_by_worker.get(str(w["name"]))]
-            if self.on_gpus and not candidates:
-                claim = {"id": self.job, "role": role, "avoided_workers": list(self.lost)}
+            if self.claims_gpus and not candidates:
+                claim = {"id": self.job_id, "role": role, "avoided_workers": list(self.lost_addresses)}
                 address = await self._ask("claim_gpu_worker", **claim)
                 candidates = [(a, w) for a, w in workers.items() if a == address]
                 if not candidates:
                     return None
-        candidates_left = candidates or self._free(
+        candidates_left = candidates or self._free_workers(
             role, {a: w for a, w in workers.items() if a not in roles_by_address or self._num_roles(w)}
         )
         for address, worker in sorted(
             candidates_left, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))
         ):
-            if not self.shared or await self._ask("claim", id=self.job, address=address, role=role):
+            if not self.is_shared or await self._ask("claim", id=self.job_id, address=address, role=role):
                 return str(worker["name"]), address, str(worker["host"])
         return None
 
-    def _free(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
+    def _free_workers(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
         """Return the free workers for a role for which the run has no claimed worker, as on a local cluster or after a
         loss."""
         are_roles_declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
@@ -316,8 +318,8 @@ class DaskWorkers:
         if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker if other runs use the cluster, or the heavy roles need the remaining workers.
             exclusive = [r for roles in self.roles_by_worker.values() for r in roles if r in EXCLUSIVE_ROLES]
-            num_needed = 0 if are_roles_declared else self.num_heavy - len(exclusive)
-            if len(candidates_left) <= num_needed or (self.shared and not are_roles_declared):
+            num_needed = 0 if are_roles_declared else self.num_heavy_actors - len(exclusive)
+            if len(candidates_left) <= num_needed or (self.is_shared and not are_roles_declared):
                 with_roles = [(a, w, set(self.roles_by_worker.get(str(w["name"]), ()))) for a, w in capable.items()]
                 candidates_left = [
                     (a, w) for a, w, roles in with_roles if roles and not roles & set(EXCLUSIVE_ROLES)
@@ -339,20 +341,20 @@ class DaskWorkers:
             ConfigError: The run has waited for longer than allowed.
             DriverSlotTaken: The driver must leave this process.
         """
-        if not self.shared:
+        if not self.is_shared:
             return ""
         self.own_worker = own_worker
         if not own_worker:
             needs = Needs.from_config(config, has_driver_worker=False)
             await self._ask(
                 "enqueue",
-                id=self.job,
+                id=self.job_id,
                 needs=asdict(needs),
                 wait_limit_s=config.deadlines.wait_s,
                 driver_client=str(self.client.id),
             )
         announced_reason = ""
-        while await self._identity(0) and not (job := await self._ask("check_admission", id=self.job))["admitted"]:
+        while await self._identity(0) and not (job := await self._ask("check_admission", id=self.job_id))["admitted"]:
             if job["state"] in submitted_job.ENDED:
                 raise ConfigError(f"cluster: {job['why']}")
             if job["stop"]:
@@ -365,8 +367,8 @@ class DaskWorkers:
             await asyncio.sleep(ADMISSION_POLL_S)
         if own_worker:
             self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
-        self.placement_text = await self._ask("placement_text", id=self.job)
-        self.on_gpus = bool(self.placement_text)
+        self.placement_text = await self._ask("placement_text", id=self.job_id)
+        self.claims_gpus = bool(self.placement_text)
         return ""
 
     async def _identity(self, n_workers: int) -> dict[str, Any]:
@@ -392,18 +394,18 @@ class DaskWorkers:
 
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
-        unavailable = await self._ask("unavailable", id=self.job) if self.shared else []
-        return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in unavailable}
+        unavailable = await self._ask("unavailable", id=self.job_id) if self.is_shared else []
+        return {a: w for a, w in info["workers"].items() if a not in self.lost_addresses and a not in unavailable}
 
     async def close(self) -> None:
         """Release the actors and, for a local cluster, its processes. Call Actors.close first. Never raises."""
         for restart in self.restarts:
             restart.cancel()
         for name in list(self.placed):
-            self.release_light_actor(name)
-        if self.shared and not self.own_worker:  # else the driver releases its workers itself
+            self.release_actor(name)
+        if self.is_shared and not self.own_worker:  # else the driver releases its workers itself
             with contextlib.suppress(Exception):
-                await job_registry.ask(self.client, "release_workers", id=self.job)
+                await job_registry.ask(self.client, "release_workers", id=self.job_id)
         with contextlib.suppress(Exception):
             await self.client.close()
         if self.local is not None:
@@ -434,7 +436,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     """
     cluster = config.cluster
     local: Any = None
-    visible, placement_text = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
+    visible_devices, placement_text = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
     if cluster.kind == "local":
         local = await local_cluster.start(
             1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances + len(config.teachers),
@@ -456,10 +458,10 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     return DaskWorkers(
         client=client,
         local=local,
-        run=config.name,
+        run_name=config.name,
         start_s=config.deadlines.start_s,
-        shared=local is None,
-        num_heavy=config.rollout.instances + config.training.ranks + len(config.teachers),
-        visible=visible,
+        is_shared=local is None,
+        num_heavy_actors=config.rollout.instances + config.training.ranks + len(config.teachers),
+        visible_devices=visible_devices,
         placement_text=placement_text,
     )

@@ -18,7 +18,7 @@ TOKEN_COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted
 class InstanceHandle:
     """The driver's view of a rollout instance. tasks: the tasks of its InstanceLink."""
 
-    placed: PlacedActor
+    placed_actor: PlacedActor
     index: int
     has_taken_over_engine: bool = False
     """Whether its engine is that of an earlier start of the run, which may have other weights than the base model."""
@@ -46,7 +46,7 @@ class InstanceHandle:
     """Its load in its latest report."""
 
     @property
-    def counts(self) -> dict[str, int]:
+    def token_counts(self) -> dict[str, int]:
         """Token counts of its engine since the engine's start, by the names TOKEN_COUNTS, as last reported."""
         if self.initial_load is None or self.load is None:
             return dict.fromkeys(TOKEN_COUNTS, 0)
@@ -59,4 +59,4 @@ class InstanceHandle:
 
     @property
     def id(self) -> InstanceId:
-        return InstanceId(self.placed.name)
+        return InstanceId(self.placed_actor.name)

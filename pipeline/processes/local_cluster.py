@@ -55,8 +55,8 @@ QUIET_VARIABLES = {
 }
 """Environment variables that silence libraries if set before they are imported. Dask's routine messages would be
 written across a live view."""
-OWN_PROCESS_NAMES = ("Dask Worker process", "staleflow")
-"""Name prefixes of processes that must not re-execute the caller's script: Dask's workers, and simulations."""
+OWN_PROCESS_PREFIXES = ("Dask Worker process", "staleflow")
+"""Prefixes of the names of processes that must not re-execute the caller's script: Dask's workers, and simulations."""
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _patch_preparation_data() -> None:
         return {
             k: v
             for k, v in settings.items()
-            if not (name.startswith(OWN_PROCESS_NAMES) and k.startswith("init_main_from"))
+            if not (name.startswith(OWN_PROCESS_PREFIXES) and k.startswith("init_main_from"))
         }
 
     spawn.get_preparation_data = preparation_data

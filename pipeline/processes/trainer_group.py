@@ -34,7 +34,7 @@ def role_of(name: str) -> str:
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
-def list_members(name: str, placed: Iterable[str]) -> list[str]:
+def list_lost_together(name: str, placed: Iterable[str]) -> list[str]:
     """Return the names of the placed actors that are lost together with the actor of this name."""
     return [other for other in placed if other == name or role_of(other) == name]
 

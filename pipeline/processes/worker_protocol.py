@@ -83,7 +83,7 @@ class Workers(Protocol):
         """Create a parameter server in the process of another actor."""
         ...
 
-    def release_light_actor(self, name: str) -> None:
+    def release_actor(self, name: str) -> None:
         """Release a light actor. Its process and other actors in it are not affected."""
         ...
 

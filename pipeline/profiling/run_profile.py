@@ -78,7 +78,7 @@ def profile_run(run_dir: Path) -> Profile:
         on_pull=rollout.get("on_pull", "keep"),
         max_draft_length=rollout.get("engine", {}).get("speculation", {}).get("num_speculative_tokens", 0),
     )  # fmt: skip
-    for _, events in journal.recorded_starts(run_dir):
+    for _, events in journal.list_start_files(run_dir):
         for entry in journal.JournalReader(events):
             tracker.observe(entry.now, entry.event, entry.commands)
     fit = tracker.fit()

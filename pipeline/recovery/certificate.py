@@ -17,11 +17,11 @@ from staleflow.stores.trajectory import PolicyVersion
 
 FILE = "certificate.json"
 """File name of the certificate in the checkpoint's folder."""
-SIGNATURE = f"{FILE}.sig"
+SIGNATURE_FILE = f"{FILE}.sig"
 """File name of the certificate's signature, as ssh-keygen writes it."""
-OFFLINE = "offline.json"
+OFFLINE_RECORD_FILE = "offline.json"
 """File name of the record in the folder of an offline training."""
-ENTRY = re.compile("[0-9a-f]{64}")
+ENTRY_PATTERN = re.compile("[0-9a-f]{64}")
 """Form of a hash chain's entry."""
 
 
@@ -42,11 +42,11 @@ def write(checkpoint: Path, certificate: Certificate) -> None:
     replace_text(checkpoint / FILE, text, "free space or move runs_dir")
 
 
-def run_of(checkpoint: Path) -> str:
+def find_run(checkpoint: Path) -> str:
     """Find the run of a checkpoint: the folder of the run or offline training two levels above it, or else the URL of
     its store. Raises ConfigError."""
     certificate, folder = read(checkpoint), checkpoint.resolve().parent.parent
-    if (folder / "config.toml").is_file() or (folder / OFFLINE).is_file():
+    if (folder / "config.toml").is_file() or (folder / OFFLINE_RECORD_FILE).is_file():
         return str(folder)
     if not is_url(certificate.store):
         raise ConfigError(f"{checkpoint}: not in its run's folder; move it into checkpoints/ of {certificate.run}")
@@ -66,12 +66,12 @@ def read(checkpoint: Path) -> Certificate:
         certificate = Codec().decode(parse_json((checkpoint / FILE).read_bytes()), Certificate)
         if certificate.version < 1:
             raise ValueError(f"version {certificate.version} is out of range; it must be >= 1")
-        if not ENTRY.fullmatch(certificate.entry):
+        if not ENTRY_PATTERN.fullmatch(certificate.entry):
             raise ValueError(f"entry {certificate.entry!r} must be 64 hex digits")
     return certificate
 
 
-def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
+def verify_signature(checkpoint: Path, allowed_signers: Path) -> str:
     """Verify the signature of a checkpoint's certificate (`ssh-keygen -Y sign -n file`). Returns the signer's
     principal.
 
@@ -83,7 +83,7 @@ def signer_of(checkpoint: Path, allowed_signers: Path) -> str:
         ConfigError: There is no signature, no such file, or no ssh-keygen.
         StoreError: None of these keys signed this certificate.
     """
-    certificate_file, signature = checkpoint / FILE, checkpoint / SIGNATURE
+    certificate_file, signature = checkpoint / FILE, checkpoint / SIGNATURE_FILE
     sign = f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"
     for file, remedy in ((certificate_file, ""), (signature, sign), (allowed_signers, "")):
         if not file.is_file():

@@ -31,17 +31,17 @@ class Resumption:
     Args:
         fingerprint: Fingerprint of the weights of `version`, as recorded by its step; empty for the base model.
         version: The version from which training continues.
-        steps: Metrics of the earlier steps.
+        step_metrics: Metrics of the earlier steps.
         elapsed_s: Seconds that the run took up to this point.
-        earlier_starts: Number of earlier starts with a journal, which may be empty.
+        num_earlier_starts: Number of earlier starts with a journal, which may be empty.
         drift_limit: Metric probe_limit of the last step; 0 if none is stored.
     """
 
     version: PolicyVersion
     fingerprint: str = ""
-    steps: tuple[dict[str, float], ...] = ()
+    step_metrics: tuple[dict[str, float], ...] = ()
     elapsed_s: float = 0.0
-    earlier_starts: int = 0
+    num_earlier_starts: int = 0
     drift_limit: float = 0.0
 
 
@@ -79,7 +79,7 @@ def schedule_note(config: RunConfig) -> str:
     )
 
 
-def resume_version(config: RunConfig) -> PolicyVersion:
+def find_resume_version(config: RunConfig) -> PolicyVersion:
     """Find the version from which a run resumes: that of its newest complete resume point which the store has reached.
     It is 0 if nothing is stored, or so few steps that the first resume point may not have been complete.
 
@@ -155,14 +155,14 @@ def check_header(config: RunConfig, header: RunHeader) -> None:
 
 def prepare(config: RunConfig) -> Resumption:
     """Prepare a run's folder for resuming, and return the point to resume from. Undoes the steps after it. Requires the
-    folder's lock. Raises as `resume_version` does."""
+    folder's lock. Raises as `find_resume_version` does."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
-    run_dir, version = config.run_dir, resume_version(config)
+    run_dir, version = config.run_dir, find_resume_version(config)
     if not (run_dir / "store").exists():
         _archive_start(run_dir)
         write_job(config)
-        return Resumption(version=version, earlier_starts=_latest_number(run_dir))
+        return Resumption(version=version, num_earlier_starts=_latest_start_number(run_dir))
     try:
         # The spool contains the in-flight work that was aborted at the stop, and the resumed run continues it.
         VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
@@ -180,9 +180,9 @@ def prepare(config: RunConfig) -> Resumption:
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",
-        steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
+        step_metrics=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
-        earlier_starts=_latest_number(run_dir),
+        num_earlier_starts=_latest_start_number(run_dir),
         drift_limit=records[-1].metrics.get("probe_limit", 0.0) if records else 0.0,
     )
 
@@ -196,16 +196,16 @@ def _rename_undone_checkpoints(run_dir: Path, version: PolicyVersion) -> None:
             folder.rename(undone)
 
 
-def _latest_number(run_dir: Path) -> int:
+def _latest_start_number(run_dir: Path) -> int:
     """Return the number of the latest earlier start; 0 if there is none."""
-    return max(journal.start_numbers(run_dir), default=0)
+    return max(journal.earlier_start_numbers(run_dir), default=0)
 
 
 def _archive_start(run_dir: Path) -> None:
     """Rename the journal of the previous start, and copy its job file, which a replay of that start needs. Safe to
     repeat after an interruption, because the file that determines the start's number is renamed last."""
     events = run_dir / "events.jsonl"
-    number = _latest_number(run_dir) + 1
+    number = _latest_start_number(run_dir) + 1
     archived_events = run_dir / f"events.{number}.jsonl"
     if not journal.list_files(events) and not journal.list_files(archived_events):
         return

@@ -66,18 +66,18 @@ class RoleRecovery:
     """Restores the actors of one run that have state. resume_points: folder of its resume points."""
 
     def __init__(
-        self, actors: RestorableActors, resume_points: Path, resume_every: int, ranks: Sequence[str] = ()
+        self, actors: RestorableActors, resume_points: Path, resume_every: int, follower_names: Sequence[str] = ()
     ) -> None:
-        """resume_every: training steps between two resume points; 0 for none. ranks: names of the trainer's ranks other
-        than the leading one."""
+        """resume_every: training steps between two resume points; 0 for none. follower_names: names of the trainer's
+        ranks other than the leading one."""
         self._actors = actors
-        self._ranks = ranks
+        self._follower_names = follower_names
         self._resume_points = ResumePoints(resume_points)
         self._resume_every = resume_every
         self._is_started = False
         self._restorations: dict[str, asyncio.Task[None]] = {}
         self._restored_s: dict[str, float] = {}
-        self._failed: dict[str, BaseException] = {}
+        self._restore_errors: dict[str, BaseException] = {}
         """Errors of roles that could not be restored, which end the run."""
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class RoleRecovery:
         """Whether an actor is being restored. Each call of that has a deadline."""
         return bool(self._restorations)
 
-    async def wait_until_settled(self, name: str) -> None:
+    async def wait_while_restoring(self, name: str) -> None:
         """Wait while an actor is being restored; it is placed before it has its state. Raises ActorLost if restoring
         fails."""
         if (task := self._restorations.get(role_of(name))) is not None:
@@ -101,7 +101,7 @@ class RoleRecovery:
         not."""
         await gather_or_cancel(
             self._ping("trainer", "version"),
-            *(self._ping(rank, "ping") for rank in self._ranks),
+            *(self._ping(rank, "ping") for rank in self._follower_names),
             self._ping("server", "held_out_notice"),
         )
 
@@ -130,8 +130,8 @@ class RoleRecovery:
             raise loss_error
         if isinstance(loss_error, ActorSilent) and not self._actors.trained_fingerprints:
             raise loss_error
-        if role in self._failed:
-            raise self._failed[role]
+        if role in self._restore_errors:
+            raise self._restore_errors[role]
         if self._restored_s.get(role, -1.0) >= called_s:
             return
         task = self._restorations.get(role)
@@ -147,7 +147,7 @@ class RoleRecovery:
         if (error := task.exception()) is None:
             self._restored_s[role] = now_s()
         else:
-            self._failed[role] = error
+            self._restore_errors[role] = error
 
     async def _restore(self, role: str, loss_error: ActorLost) -> None:
         """Place a role again until it is restored. Raises ActorLost if it cannot be. loss_error: the loss of its

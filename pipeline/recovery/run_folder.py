@@ -32,19 +32,19 @@ from staleflow.stores.files import replace_text
 from staleflow.stores.serialization import Codec, parse_json
 from staleflow.tasks.settings.source_kinds import kind_of
 
-LOCK = ".running"
+LOCK_FILE = ".running"
 """Name of the lock file in a run's folder, which contains the process that has the lock."""
-RECORD = "job.json"
+JOB_RECORD_FILE = "job.json"
 """Name of the file with the state of the run's job, which the driver writes regularly
 (pipeline/recovery/job_record.py)."""
-STARTS = "starts.json"
+STARTS_FILE = "starts.json"
 """Name of the file with the starts of a run (pipeline/jobs/starts.py)."""
 OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event or a report after which a process of another machine counts as dead, because its process id
 cannot be checked from here."""
 DISK_REMEDY = "free space or set runs_dir to another folder"
 CODEC = Codec()
-Values = TypeVar("Values")
+Value = TypeVar("Value")
 
 
 class FolderInUse(ConfigError):
@@ -65,13 +65,13 @@ def require_no_run(run_dir: Path) -> None:
 def require_unused_name(run_dir: Path) -> None:
     """Raise ConfigError if another process uses the folder, or it has a run. For commands that have not locked the
     folder yet."""
-    refuse_locked(run_dir)
+    require_unlocked(run_dir)
     require_no_run(run_dir)
 
 
-def refuse_locked(run_dir: Path) -> None:
-    """Raise FolderInUse if another process uses the folder."""
-    if (run_dir / LOCK).is_file():
+def require_unlocked(run_dir: Path) -> None:
+    """Raise FolderInUse if another process uses a run's folder."""
+    if (run_dir / LOCK_FILE).is_file():
         _open_lock_file(run_dir).close()
 
 
@@ -189,28 +189,28 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     """Read summary.json of a run; empty if its latest start has written none, or it cannot be read."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
-        starts = run_dir / STARTS
+        starts = run_dir / STARTS_FILE
         num_starts = len(json.loads(starts.read_text("utf-8"))) if starts.is_file() else 0
         return summary if len(summary.get("starts", ())) >= num_starts else {}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
-def read_values(path: Path, cls: type[Values], remedy: str, codec: Codec = CODEC) -> Values | None:
+def read_json_file(path: Path, cls: type[Value], remedy: str, codec: Codec = CODEC) -> Value | None:
     """Decode a JSON file of a run's folder; None if there is no such file. Raises StoreError, which ends with the
     remedy."""
     with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
         return codec.decode(parse_json(path.read_bytes()), cls) if path.is_file() else None
 
 
-def in_use(run_dir: Path) -> bool:
+def is_in_use(run_dir: Path) -> bool:
     """Whether a live process has a folder's lock, according to the lock file. Taking the lock instead could make a
     starting run fail, and would need write access. A process of another machine counts as dead after
     OTHER_HOST_TIMEOUT_S without an event or a report."""
     try:
-        _, process, _, host = (run_dir / LOCK).read_text("utf-8").split()
+        _, process, _, host = (run_dir / LOCK_FILE).read_text("utf-8").split()
         if host != socket.gethostname():
-            files = [file for name in (LOCK, RECORD, "events.jsonl") if (file := run_dir / name).exists()]
+            files = [file for name in (LOCK_FILE, JOB_RECORD_FILE, "events.jsonl") if (file := run_dir / name).exists()]
             return time.time() - max(file.stat().st_mtime for file in files) < OTHER_HOST_TIMEOUT_S
         os.kill(int(process), 0)
     except PermissionError:
@@ -222,7 +222,7 @@ def in_use(run_dir: Path) -> bool:
 
 def _open_lock_file(run_dir: Path) -> TextIO:
     """Open and lock the folder's lock file, which stays locked while it is open. Raises FolderInUse, StoreError."""
-    path = run_dir / LOCK
+    path = run_dir / LOCK_FILE
     while True:
         with raised_as(
             StoreError, f"{run_dir}: cannot be written", OSError, remedy="a run's folder is locked while it is in use"
@@ -254,16 +254,16 @@ def _create_folder(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir}: cannot be written: {error.strerror}; set runs_dir to another folder") from error
 
 
-def job_id(run_dir: Path) -> str:
+def read_job_id(run_dir: Path) -> str:
     """Return the id of the last job submitted for the run; empty if there was none."""
     owner = run_dir / "job.txt"
     return owner.read_text("utf-8").strip() if owner.is_file() else ""
 
 
-def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
+def write_job_id(run_dir: Path, job_id: str, code: Mapping[str, str]) -> None:
     """Record the id of the job that runs the run, and store the code sent with it. Raises StoreError. code: contents by
     file name."""
-    replace_text(run_dir / "job.txt", f"{id}\n", DISK_REMEDY)
+    replace_text(run_dir / "job.txt", f"{job_id}\n", DISK_REMEDY)
     write_code(run_dir, code)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import split_code_reference, split_data_source, takes_rows
-from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, read_values
+from staleflow.pipeline.recovery.run_folder import DISK_REMEDY, read_json_file
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings import extensions, reward_functions
 from staleflow.tasks.settings.dataset_columns import Columns
@@ -26,7 +26,7 @@ from staleflow.tasks.settings.source_kinds import SourceType, kind_of
 
 PARTS = ("reward", "data", "template")
 FILE = "fingerprints.json"
-DIGITS = 12
+HASH_DIGITS = 12
 """Hex digits of a hash, the first of a SHA-256: 48 bits are enough for a few values."""
 Inputs = dict[str, str]
 """Inputs of a fingerprint by name: values, or hashes of values."""
@@ -42,10 +42,10 @@ class Fingerprints:
     sets: dict[str, dict[str, Inputs]] = field(default_factory=dict)
     """Inputs of the reward and the data of each set in [evaluation.sets], by its name."""
 
-    def digests(self, name: str = HELD_OUT) -> dict[str, str]:
-        """Return short hashes of reward, data and template, which an evaluation records. name: name of its set."""
+    def digests(self, set_name: str = HELD_OUT) -> dict[str, str]:
+        """Return short hashes of reward, data and template, which an evaluation records. set_name: of its set."""
         run = {"reward": self.reward, "data": self.data, "template": self.template}
-        parts = run | self.sets.get(name, {})
+        parts = run | self.sets.get(set_name, {})
         return {part: _hash_inputs(inputs) for part, inputs in parts.items()}
 
     def digests_without_seed(self) -> dict[str, str]:
@@ -123,10 +123,10 @@ def write(run_dir: Path, fingerprints: Fingerprints) -> None:
 
 def read(run_dir: Path) -> Fingerprints | None:
     """Read the fingerprints of the run's first start; None if the file was removed. Raises StoreError."""
-    return read_values(run_dir / FILE, Fingerprints, "remove it to resume without comparing")
+    return read_json_file(run_dir / FILE, Fingerprints, "remove it to resume without comparing")
 
 
-def changes(first: Fingerprints | None, current: Fingerprints) -> list[str]:
+def describe_changes(first: Fingerprints | None, current: Fingerprints) -> list[str]:
     """Describe the changes since the first start, one line each; none if its fingerprints are unknown."""
     if first is None:
         return []
@@ -139,10 +139,10 @@ def changes(first: Fingerprints | None, current: Fingerprints) -> list[str]:
     return lines
 
 
-def changes_of(lines: Sequence[str], name: str) -> list[str]:
-    """Return those lines of `changes` that affect an evaluation set. name: its name."""
-    set_lines = [line for line in lines if line.startswith(_set_prefix(name))]
-    return set_lines + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
+def select_changes(lines: Sequence[str], set_name: str) -> list[str]:
+    """Select the lines of `describe_changes` that affect an evaluation set."""
+    set_lines = [line for line in lines if line.startswith(_set_prefix(set_name))]
+    return set_lines + [line for line in lines if line.startswith("template" if set_name != HELD_OUT else PARTS)]
 
 
 def _set_prefix(name: str) -> str:
@@ -231,7 +231,7 @@ def _hash_path(path: Path) -> str:
     try:
         if not path.is_dir():
             with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+                return hashlib.file_digest(file, "sha256").hexdigest()[:HASH_DIGITS]
         files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
         return _hash_bytes("\n".join(f"{file.relative_to(path)} {_hash_path(file)}" for file in files).encode())
     except OSError:
@@ -243,4 +243,4 @@ def _hash_inputs(inputs: Inputs) -> str:
 
 
 def _hash_bytes(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:DIGITS]
+    return hashlib.sha256(data).hexdigest()[:HASH_DIGITS]

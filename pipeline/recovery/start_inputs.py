@@ -40,12 +40,12 @@ def settings_hash(job: Path) -> str:
     return hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else ""
 
 
-def user_code_hash(run_dir: Path, *, branches: bool = True) -> str:
-    """Hash of the user code in a run's folder; empty if there is none. branches: whether to include the rewards of
-    branches, which may have been added later (pipeline/api/code_objects.py)."""
+def user_code_hash(run_dir: Path, *, includes_branches: bool = True) -> str:
+    """Hash of the user code in a run's folder; empty if there is none. includes_branches: whether to include the
+    rewards of branches, which may have been added later (pipeline/api/code_objects.py)."""
     folder = run_dir / "code"
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return _hash_files(folder, (path for path in files if branches or not path.name.startswith("branch_")))
+    return _hash_files(folder, (path for path in files if includes_branches or not path.name.startswith("branch_")))
 
 
 @functools.cache

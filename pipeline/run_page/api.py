@@ -14,7 +14,7 @@ import numpy as np
 
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.journal import list_files, recorded_starts, uncompressed_bytes
+from staleflow.pipeline.coordination.journal import list_files, list_start_files, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.run_folder import read_summary
@@ -338,7 +338,7 @@ class RunApi:
     def story(self, id: int = 0) -> dict[str, Any]:
         """A trajectory's story with the coordinator's reasons, from replaying the journal."""
         run_dir = self._reader.run_dir
-        size = sum(uncompressed_bytes(file) for _, events in recorded_starts(run_dir) for file in list_files(events))
+        size = sum(uncompressed_bytes(file) for _, events in list_start_files(run_dir) for file in list_files(events))
         if size > REPLAYED_BYTES:
             raise ConfigError(
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "

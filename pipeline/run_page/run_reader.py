@@ -21,11 +21,11 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import (
     PART_HEADING,
     list_files,
+    list_start_files,
     open_part,
-    recorded_starts,
     uncompressed_bytes,
 )
-from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
+from staleflow.pipeline.recovery.run_folder import is_in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites
 from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
@@ -222,7 +222,7 @@ class RunReader:
         """Context manager: the index of the run's journal, for one reader at a time. Each call reads a limited part of
         a long journal; the index says how much it has read."""
         with self._journal_lock:
-            self._journal.follow([events for _, events in recorded_starts(self.run_dir)])
+            self._journal.follow([events for _, events in list_start_files(self.run_dir)])
             yield self._journal.index
 
     def state(self) -> str:
@@ -232,6 +232,6 @@ class RunReader:
         has_ended = snapshot is not None and bool(snapshot.records) and snapshot.records[-1].kind == "end"
         if has_ended and snapshot is not None and len(snapshot.steps) >= self.config.steps:
             return "finished"
-        if in_use(self.run_dir):
+        if is_in_use(self.run_dir):
             return "running" if snapshot is not None else "starting"
         return "ended early" if has_ended else "interrupted"

@@ -59,7 +59,7 @@ class ActorClient:
         self._config = config
         self._workers = workers
         self.clock = RunClock()
-        self._device_turns = DeviceTurns(shared=config.shares_gpus)
+        self._device_turns = DeviceTurns(shares_gpus=config.shares_gpus)
         self._loss_times: dict[str, list[float]] = {}
         """Seconds of the run at which each actor was lost, by its name without its replacement number."""
         self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
@@ -103,7 +103,7 @@ class ActorClient:
         *args: Any,
         deadline: DeadlineKey | None = None,
         within_s: float | None = None,
-        restores: bool = False,
+        is_restore_call: bool = False,
     ) -> Any:
         """Call a method of an actor. If the lost actor can be restored, waits and retries. Also retries up to
         MAX_FALSE_SERVER_LOSSES times if the actor reports the server lost although it answers. Otherwise raises
@@ -113,12 +113,12 @@ class ActorClient:
             deadline: Key of the deadline that limits the call, by default call_s. Errors name it.
             within_s: Overrides the seconds of that deadline. Without `deadline` these are never extended, and errors
                 name no key.
-            restores: Whether the call is a part of restoring the actor, whose loss is raised then.
+            is_restore_call: Whether the call is a part of restoring the actor, whose loss is raised then.
         """
         num_false_server_losses = 0
         while True:
-            if not restores:
-                await self.recovery.wait_until_settled(name)
+            if not is_restore_call:
+                await self.recovery.wait_while_restoring(name)
             called_s = now_s()
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
@@ -130,7 +130,7 @@ class ActorClient:
                     num_false_server_losses += 1
                     continue
                 loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
-            if restores and trainer_group.role_of(loss_error.actor) == name:
+            if is_restore_call and trainer_group.role_of(loss_error.actor) == name:
                 raise loss_error
             await self.recovery.wait_until_restored(loss_error, called_s)
 
@@ -193,7 +193,7 @@ class ActorClient:
         logger.warning("%s; replacing it", loss_error)
         self._remove_instance(InstanceId(name))
         self._device_turns.mark_asleep(name)
-        for member in trainer_group.list_members(name, self._workers.placed):
+        for member in trainer_group.list_lost_together(name, self._workers.placed):
             self._workers.mark_lost(member)
         for future in self._loss_futures[name]:
             if not future.done():
@@ -211,19 +211,19 @@ GPU_METHODS = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
 class DeviceTurns:
     """Which actors are on the shared GPUs. shared: whether GPUs are shared; if not, no call waits."""
 
-    def __init__(self, *, shared: bool) -> None:
-        self.shared = shared
+    def __init__(self, *, shares_gpus: bool) -> None:
+        self.shares_gpus = shares_gpus
         self._awake: set[str] = set()
-        self._training = False
+        self._is_training = False
         self.is_trainer_waiting = False
         """Whether the trainer waits until all instances are asleep. This has no deadline."""
         self._changed = asyncio.Event()
 
     async def wait_and_mark_awake(self, instance: str) -> None:
         """Wait until the trainer is not computing, and mark an instance as awake."""
-        while self.shared and self._training:
+        while self.shares_gpus and self._is_training:
             await self._wait()
-        if self.shared:
+        if self.shares_gpus:
             self._awake.add(instance)
 
     def mark_asleep(self, instance: str) -> None:
@@ -235,16 +235,16 @@ class DeviceTurns:
     async def training(self) -> AsyncIterator[None]:
         """Context manager: waits until no instance is awake, and lets none wake inside the block."""
         try:
-            while self.shared and (self._awake or self._training):
+            while self.shares_gpus and (self._awake or self._is_training):
                 self.is_trainer_waiting = True
                 await self._wait()
         finally:
             self.is_trainer_waiting = False
-        self._training = True
+        self._is_training = True
         try:
             yield
         finally:
-            self._training = False
+            self._is_training = False
             self._changed.set()
 
     async def _wait(self) -> None:

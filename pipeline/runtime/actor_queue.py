@@ -57,7 +57,9 @@ class ActorQueue(ABC):
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
         """Let an actor process a batch, and report the results. Raises ActorLost, ActorFailed."""
 
-    async def _ask(self, name: str, method: str, *args: Any, deadline: DeadlineKey = "call_s", within_s: float) -> Any:
+    async def _ask_with_pings(
+        self, name: str, method: str, *args: Any, deadline: DeadlineKey = "call_s", within_s: float
+    ) -> Any:
         """Return the result of a long call to an actor. Raises ActorLost if its process does not answer pings
         meanwhile. deadline: the key of `deadlines` that within_s depends on."""
         request = self._actors.ask(name, method, *args, deadline=deadline, within_s=within_s)
@@ -92,7 +94,7 @@ class ActorQueue(ABC):
                 try:
                     return await self._actors.replace_stateless(name)
                 except NoFreeWorker as error:
-                    if not self._actors.has_other(name, self._names):
+                    if not self._actors.is_other_placed(name, self._names):
                         raise
                     logger.log(level, "the run continues without %s: %s", name, error)
                     level = logging.DEBUG  # it is tried again every start_s

@@ -73,7 +73,7 @@ class Actors(WeightPublisher):
         resumes."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
-        self._num_earlier_starts = 0 if resumption is None else resumption.earlier_starts
+        self._num_earlier_starts = 0 if resumption is None else resumption.num_earlier_starts
         self._is_resumed = resumption is not None
 
         def store_exists() -> bool:  # a lost server may have created it at the start of the run
@@ -91,15 +91,15 @@ class Actors(WeightPublisher):
                 for index in range(config.rollout.instances)
             ),
         )
-        weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
+        weight_holders = (workers.placed["trainer"], *(i.placed_actor for i in self.instances.values()))
         await gather_or_cancel(*(self._place_parameter_server_if_alive(actor) for actor in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         self.verification.set_probe(prompts)
         engine_logprobs = await self.verification.measure_engine_logprobs(
             list(self.instances.values()), self._probe_logprobs, resumption
         )
-        if self._device_turns.shared:
-            await gather_or_cancel(*map(self._sleep_or_lose, self.instances.values()))
+        if self._device_turns.shares_gpus:
+            await gather_or_cancel(*map(self._try_put_to_sleep, self.instances.values()))
         await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
         self.verification.set_drift_limit(engine_logprobs, self._published_steps[version], resumption)
         # Instances pull version 0 too, although engines have loaded it from the model's folder: a wrong mapping of
@@ -152,7 +152,7 @@ class Actors(WeightPublisher):
             await self.place_instance(instance.index)
             return
         await self.pull(instance, version)
-        if self._device_turns.shared:
+        if self._device_turns.shares_gpus:
             await self.put_to_sleep(instance)
 
     @property
@@ -233,7 +233,7 @@ class Actors(WeightPublisher):
             await self._workers.return_light_worker(name)
         await self.place_stateless(name)
 
-    def has_other(self, name: str, names: Iterable[str]) -> bool:
+    def is_other_placed(self, name: str, names: Iterable[str]) -> bool:
         """Whether another of the actors `names` than `name` is placed."""
         return any(other in self._workers.placed for other in names if other != name)
 
@@ -278,7 +278,7 @@ class Actors(WeightPublisher):
                 "rollout",
                 RolloutInstance,
                 actor_settings.engine_settings(
-                    config, index, self._facts.eos, attempt=attempt, earlier_starts=self._num_earlier_starts
+                    config, index, self._facts.eos, attempt=attempt, num_earlier_starts=self._num_earlier_starts
                 ),
                 InstanceId(name),
                 config.cluster.threads,
@@ -293,13 +293,13 @@ class Actors(WeightPublisher):
             self._device_turns.mark_asleep(name)
             raise
         has_taken_over_engine = self._is_resumed and await self.ask(name, "took_over", deadline="start_s")
-        instance = InstanceHandle(placed=actor, index=index, has_taken_over_engine=has_taken_over_engine)
+        instance = InstanceHandle(placed_actor=actor, index=index, has_taken_over_engine=has_taken_over_engine)
         self.instances[instance.id] = instance
         if has_taken_over_engine:
             logger.warning("%s continues with an engine that is already loaded, on %s", name, actor.address)
         else:
             logger.info("%s %s on %s", name, "replaces another instance" if attempt else "joins", actor.address)
-        if self._published_steps and self._device_turns.shared:
+        if self._published_steps and self._device_turns.shares_gpus:
             instance.version = max(self._published_steps)
             await self.put_to_sleep(instance)
         elif self._published_steps:
@@ -308,7 +308,7 @@ class Actors(WeightPublisher):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    async def _sleep_or_lose(self, instance: InstanceHandle) -> None:
+    async def _try_put_to_sleep(self, instance: InstanceHandle) -> None:
         """Like `put_to_sleep` at the start of the run: the first pull of an instance that is lost replaces it."""
         try:
             await self.put_to_sleep(instance)
@@ -329,10 +329,10 @@ class Actors(WeightPublisher):
         self._remove_instance(instance.id)
         self._retired_indices.append(instance.index)
         with contextlib.suppress(Exception):
-            await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
+            await self.ask_once(instance.placed_actor.name, "close", within_s=CLOSE_S)
         self._device_turns.mark_asleep(instance.id)
-        if instance.placed.name in self._workers.placed:
-            await self._workers.retire(instance.placed.name)
+        if instance.placed_actor.name in self._workers.placed:
+            await self._workers.retire(instance.placed_actor.name)
 
     async def close(self) -> None:
         """Close all actors, engines first because they may still read data of the others. Never raises."""

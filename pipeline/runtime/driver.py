@@ -33,10 +33,10 @@ from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.resume_plan import plan_resume
-from staleflow.pipeline.processes.background import Background
+from staleflow.pipeline.processes.background import BackgroundTasks
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
-from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
+from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, select_changes
 from staleflow.pipeline.recovery.start_inputs import weight_inputs
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
@@ -47,11 +47,11 @@ from staleflow.pipeline.runtime.evaluation_results import (
     remove_evaluations_after,
 )
 from staleflow.pipeline.runtime.measurements import Measurements
-from staleflow.pipeline.runtime.membership import Membership
+from staleflow.pipeline.runtime.membership import InstanceMembership
 from staleflow.pipeline.runtime.progress_watch import ProgressWatch
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.pipeline.runtime.scoring import ScoreQueue
-from staleflow.pipeline.runtime.step_records import StepRecords
+from staleflow.pipeline.runtime.step_records import RecordBuilder
 from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
 from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import CommitRecord
@@ -71,8 +71,8 @@ START_REPORT_S = 2.0
 """Seconds between two reports on the progress of the start."""
 GROUPS_PER_EVENT = 32
 """Groups that arrive in one event, so that many groups do not hold up the event loop."""
-COMMANDS_PER_CALL = 256
-"""Number of commands above which an event is handled in several calls of the event loop."""
+LONG_EVENT_COMMANDS = 256
+"""Number of commands above which other calls of the event loop run while an event is handled."""
 
 
 class Driver:
@@ -82,7 +82,7 @@ class Driver:
         config: The job.
         actors: The run's actors, not yet placed.
         run_dir: The run's folder.
-        listener: Receives phases, status, steps and evaluations, for display and reports.
+        listener: Receives activities, status, steps and evaluations, for display and reports.
         resumption: Where to resume; None for a new run.
         fingerprints: Current fingerprints of rewards, data and prompt templates.
         input_changes: Differences of `fingerprints` from those at the run's beginning, one line each.
@@ -110,8 +110,8 @@ class Driver:
         self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[events.Event | PublishedStep | BaseException] = asyncio.Queue()
-        self._background = Background(self._inbox.put_nowait)
-        self._commit_queue = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_phase)
+        self._background = BackgroundTasks(self._inbox.put_nowait)
+        self._commit_queue = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_activity)
         actors.verification.on_refused = self._commit_refusal
         self._score_queue = ScoreQueue(config, actors, self._inbox.put_nowait)
         self._teacher_queue = TeacherQueue(config, actors)
@@ -120,10 +120,10 @@ class Driver:
         """Number of groups that the server has drawn; also the number of the next group."""
         self._draw_lock = asyncio.Lock()
         self._stop_reason = ""
-        self.is_training = False
-        """Whether the main loop runs, as opposed to the start and the end of the run."""
+        self.is_in_main_loop = False
+        """Whether the run is between its start and its end, when steps are trained."""
         self._main_task: asyncio.Task[Any] | None = None
-        self._membership = Membership(
+        self._membership = InstanceMembership(
             config,
             actors,
             self._background,
@@ -141,9 +141,11 @@ class Driver:
         )
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
         self.report = RunReport(
-            losses=actors.loss_messages, alarms=actors.verification.alarms, notes=actors.verification.unverified_notes
+            actor_losses=actors.loss_messages,
+            alarms=actors.verification.alarms,
+            notes=actors.verification.unverified_notes,
         )  # shares these lists, which grow during the run
-        self._step_records = StepRecords(self._coordinator, actors, self.report.alarms)
+        self._record_builder = RecordBuilder(self._coordinator, actors, self.report.alarms)
         self._evaluation_driver = EvaluationDriver(
             config,
             actors,
@@ -152,7 +154,7 @@ class Driver:
             self._inbox.put_nowait,
             self._note,
             lambda name: {} if self._fingerprints is None else self._fingerprints.digests(name),
-            lambda name: changes_of(self._input_changes, name),
+            lambda name: select_changes(self._input_changes, name),
         )
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -161,11 +163,11 @@ class Driver:
         """Run the job: place the actors, train and evaluate, commit the end. Raises StaleflowError."""
         self._main_task = asyncio.current_task()
         if self._resumption is not None:
-            self.report.steps += self._resumption.steps
+            self.report.steps += self._resumption.step_metrics
             self.report.evaluations += remove_evaluations_after(self._run_dir, self._resumption.version)
         for line in self._input_changes:
             self._note(line)
-        self._begin_phase("starting actors")
+        self._begin_activity("starting actors")
         progress_reports = asyncio.ensure_future(self._report_start_progress())
         self._actors.recovery.start()
         try:
@@ -174,7 +176,7 @@ class Driver:
             progress_reports.cancel()
         weight_fingerprints = self._actors.trained_fingerprints
         newest = weight_fingerprints[max(weight_fingerprints)]
-        self._step_records.weight_inputs = weight_inputs(self._run_dir, newest, self._fingerprints)
+        self._record_builder.weight_inputs = weight_inputs(self._run_dir, newest, self._fingerprints)
         self._background.spawn(self._actors.recovery.watch(), "watch")
         resumed = None if self._resumption is None else await self._restore_in_flight()
         self._note(await self._actors.ask("server", "held_out_notice"))
@@ -193,10 +195,10 @@ class Driver:
             self._background.spawn(coroutine, "environments")
         self._membership.start_links()
         await self._evaluation_driver.begin(self._coordinator.ledger.version)
-        self.is_training = True
+        self.is_in_main_loop = True
         try:
             await self._main_loop()
-            self.is_training = False
+            self.is_in_main_loop = False
             await self._finish_commits()
         finally:
             self._complete_report()
@@ -213,18 +215,18 @@ class Driver:
             await asyncio.sleep(START_REPORT_S)
             if (progress := self._actors.start_progress) != reported_progress:
                 reported_progress = progress
-                self._begin_phase(f"starting actors: {progress}")
+                self._begin_activity(f"starting actors: {progress}")
 
-    def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
+    def latest_decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions, newest first: (seconds, trajectory, decision, cause)."""
         return self._coordinator.latest_decisions(count)
 
-    def tokens_sampled(self) -> dict[str, int]:
-        """Tokens each instance has sampled since it was started."""
+    def sampled_tokens_by_instance(self) -> dict[str, int]:
+        """Tokens that each instance has sampled since it was started, by its name."""
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
-    def kept_tokens(self) -> dict[str, int]:
-        """KV tokens that each instance has cached between turns."""
+    def kept_tokens_by_instance(self) -> dict[str, int]:
+        """KV tokens that each instance has cached between turns, by its name."""
         return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
     async def _restore_in_flight(self) -> events.RunResumed:
@@ -247,9 +249,9 @@ class Driver:
     def stop(self, reason: str) -> None:
         """Request that the run ends after the training step in flight; at once on a second request, or outside of
         training. Safe in a signal handler."""
-        if self._main_task is not None and (self._stop_reason or not self.is_training):
+        if self._main_task is not None and (self._stop_reason or not self.is_in_main_loop):
             self._main_task.cancel()
-        self.report.stopped = self._stop_reason = self._stop_reason or reason
+        self.report.stop_reason = self._stop_reason = self._stop_reason or reason
         logger.info("stopping: %s", reason)
 
     def fail(self, error: BaseException) -> None:
@@ -257,14 +259,14 @@ class Driver:
         self._inbox.put_nowait(error)
 
     def retire(self, worker: str) -> str:
-        """Retire the rollout instance on a Dask worker; see Membership.retire."""
+        """Retire the rollout instance on a Dask worker; see InstanceMembership.retire."""
         return self._membership.retire(worker)
 
     def release_worker(self, worker: str) -> None:
         """Release a Dask worker that another job waits for, if it runs only a reward worker or environment host.
         Idempotent. worker: its address."""
         name = self._actors.reward_actor_at(worker)
-        if name and self.is_training:
+        if name and self.is_in_main_loop:
             move = self._environment_hosts.move(name) if self._config.has_environment else self._score_queue.move(name)
             self._background.spawn(move, "give back")
 
@@ -286,7 +288,7 @@ class Driver:
     async def _main_loop(self) -> None:
         """Handle events and execute commands until all steps are trained or a stop is requested."""
         self._progress_watch.start()
-        while not self._coordinator.finished or self._evaluation_driver.is_pending:
+        while not self._coordinator.is_finished or self._evaluation_driver.is_pending:
             item = await self._next_item()
             if isinstance(item, BaseException):
                 raise item
@@ -302,15 +304,15 @@ class Driver:
                 break
             self._progress_watch.check()
         await self._abort_in_flight()
-        self._commit_queue.put(self._step_records.make_record("end"))
+        self._commit_queue.put(self._record_builder.make_record("end"))
 
     async def _next_item(self) -> events.Event | PublishedStep | BaseException:
         """Wait for the next event, published step or error. Ticks arrive even if nothing else does."""
         await asyncio.sleep(0)  # let calls that wait for the event loop run first
         if not self._inbox.empty():
             return self._inbox.get_nowait()
-        if self._coordinator.has_more_commands:
-            return events.RoutingContinued()
+        if self._coordinator.has_more_decisions:
+            return events.DecisionsContinued()
         item = await self._inbox.get()
         self._measurements.count_assigned_time(self._coordinator.num_running_by_instance(), self._actors.instances)
         return item
@@ -320,7 +322,7 @@ class Driver:
         sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
         if self._stop_reason and any(self._coordinator.num_running_by_instance().values()):
             await self._membership.flush_all()
-        await self._handle(events.StopRequested(why=self.report.stopped or "all steps are trained"))
+        await self._handle(events.StopRequested(why=self.report.stop_reason or "all steps are trained"))
 
     async def _handle(self, event: events.Event) -> None:
         self._teacher_queue.put(_newly_scored(event))
@@ -330,7 +332,7 @@ class Driver:
             new_commands = self._coordinator.handle(event, scaled_s)
         self._journal.append(scaled_s, event, new_commands)  # in the same call: a step is stored after its events
         # Others run between the parts of an event that has many commands, or whose batch is taken.
-        is_long = len(new_commands) > COMMANDS_PER_CALL or any(isinstance(c, commands.Train) for c in new_commands)
+        is_long = len(new_commands) > LONG_EVENT_COMMANDS or any(isinstance(c, commands.Train) for c in new_commands)
         if is_long:
             await asyncio.sleep(0)
         self._measurements.observe(elapsed_s, event, new_commands)
@@ -343,7 +345,7 @@ class Driver:
             await asyncio.sleep(0)
         for command in new_commands:
             kind = type(command).__name__
-            self.report.commands[kind] = self.report.commands.get(kind, 0) + 1
+            self.report.command_counts[kind] = self.report.command_counts.get(kind, 0) + 1
         for command in new_commands:
             self._execute(command)
 
@@ -385,7 +387,7 @@ class Driver:
         published = await self._actors.train(command.step, command.trajectories, command.versions)
         published.metrics.update({"teacher_wait_s": waited_s} if self._config.teachers else {})
         self._measurements.finish_training(
-            published.metrics, self._actors.all_instances, sum(self.kept_tokens().values())
+            published.metrics, self._actors.all_instances, sum(self.kept_tokens_by_instance().values())
         )
         self._inbox.put_nowait(published)
 
@@ -393,7 +395,7 @@ class Driver:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.record_published(published)
         self._measurements.start_waiting()
-        self._commit_queue.put(self._step_records.make_step_record(published))
+        self._commit_queue.put(self._record_builder.make_step_record(published))
         checkpoint_every = self._config.training.checkpoint_every
         if checkpoint_every and published.version % checkpoint_every == 0 and published.version < self._config.steps:
             self._background.spawn(self._checkpoint(published.version), "checkpoint")
@@ -407,7 +409,7 @@ class Driver:
     def _commit_refusal(self) -> None:
         """Queue a commit of an instance's refused weights, since the run may end before the next step. A refusal at the
         run's start is not stored: it ends the run."""
-        self._commit_queue.put(self._step_records.make_record("refusal"))
+        self._commit_queue.put(self._record_builder.make_record("refusal"))
 
     def _on_commit(self, record: CommitRecord, metrics: dict[str, float]) -> None:
         """Report a committed step to the listener. metrics: metrics of its batch from the trajectory server."""
@@ -416,7 +418,7 @@ class Driver:
             step = with_rate(step_metrics, next(reversed(self.report.steps), None))
             self.report.steps.append(step)
             self._log_resume_points()
-            self._measure_phases()
+            self._measure_activities()
             self._listener.on_status(self._coordinator.snapshot(), self.report)
             self._listener.on_step_stored(step, self.report.bottlenecks.get(record.step, ""))
 
@@ -453,7 +455,7 @@ class Driver:
             self._inbox.put_nowait(events.Tick())
             snapshot = self._coordinator.snapshot()
             self.report.instances_line = self._membership.summary_line
-            self.report.environments = self._environment_hosts.views
+            self.report.environment_hosts = self._environment_hosts.views
             self.report.sources = self._sources()
             self._measurements.observe_snapshot(snapshot)
             self._listener.on_status(snapshot, self.report)
@@ -476,16 +478,18 @@ class Driver:
     def _complete_report(self) -> None:
         """Complete the report with what is known only after the run has ended or failed."""
         # First, since the rest may take a second that does not belong to the run.
-        self._measure_phases()
+        self._measure_activities()
         self.report.snapshot = self._coordinator.snapshot()
         self.report.sources = self._sources()
-        self.report.diagnosis, self.report.fit = self._measurements.diagnosis_and_fit()
+        self.report.diagnosis, self.report.cost_model_fit = self._measurements.diagnosis_and_fit()
 
-    def _measure_phases(self) -> None:
-        self.report.phases = self._measurements.seconds_by_activity(self.report.steps, self._actors.all_instances)
+    def _measure_activities(self) -> None:
+        self.report.seconds_by_activity = self._measurements.seconds_by_activity(
+            self.report.steps, self._actors.all_instances
+        )
 
-    def _begin_phase(self, phase: str) -> None:
-        self._listener.on_phase(phase)
+    def _begin_activity(self, activity: str) -> None:
+        self._listener.on_activity(activity)
         self._listener.on_status(self._coordinator.snapshot(), self.report)
 
     def _note(self, line: str) -> None:

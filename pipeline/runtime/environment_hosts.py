@@ -51,7 +51,7 @@ class _Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostView:
+class EnvironmentHostView:
     """The current state of an environment host, for display. num_in_environment: number of trajectories that wait for
     it. slots: number of steps that it runs at once."""
 
@@ -88,11 +88,12 @@ class EnvironmentHosts:
         return any(host.replace_lock.locked() for host in self._hosts)
 
     @property
-    def views(self) -> list[HostView]:
+    def views(self) -> list[EnvironmentHostView]:
         """The current state of each host, for display."""
         slots = self._config.environment.concurrency
         return [
-            HostView(host=host.name, num_in_environment=len(host.pending_steps), slots=slots) for host in self._hosts
+            EnvironmentHostView(host=host.name, num_in_environment=len(host.pending_steps), slots=slots)
+            for host in self._hosts
         ]
 
     def coroutines(self) -> list[Coroutine[Any, Any, None]]:

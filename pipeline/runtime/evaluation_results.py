@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
-from staleflow.pipeline.recovery.run_folder import read_values
+from staleflow.pipeline.recovery.run_folder import read_json_file
 from staleflow.pipeline.recovery.source_fingerprints import PARTS
 from staleflow.pipeline.runtime.evaluation_figures import (
     NO_FIGURES,
@@ -65,7 +65,7 @@ class Evaluation:
     """Fingerprint of the reward function; empty if unknown. See pipeline/recovery/source_fingerprints.py."""
     data_fingerprint: str = ""
     template_fingerprint: str = ""
-    changed: tuple[str, ...] = ()
+    input_changes: tuple[str, ...] = ()
     """Changes to them since the run began, one line each."""
     name: str = HELD_OUT
     """Name of its evaluation set."""
@@ -85,7 +85,7 @@ class Evaluation:
         sampled: Sequence[ScoredResponse],
         greedy: Sequence[ScoredResponse],
         fingerprints: Mapping[str, str],
-        changed: Sequence[str] = (),
+        input_changes: Sequence[str] = (),
         *,
         name: str = HELD_OUT,
         samples: int = 1,
@@ -107,7 +107,7 @@ class Evaluation:
             sampled_failed=sum(bool(s.error) for s in sampled),
             greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_REQUESTED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
-            changed=tuple(changed),
+            input_changes=tuple(input_changes),
             name=name,
             samples=samples,
             tokens=tokens,
@@ -164,7 +164,8 @@ class Evaluation:
         return f"{self.num_prompts} prompts{failures}" + (f"; first: {self.failure}" if self.failure else "")
 
 
-CODEC = Codec(stored_names={Evaluation: {f"{part}_fingerprint": part for part in PARTS}})
+STORED_NAMES = {f"{part}_fingerprint": part for part in PARTS} | {"input_changes": "changed"}
+CODEC = Codec(stored_names={Evaluation: STORED_NAMES})
 """Encodes evaluations as a run's folder keeps them."""
 
 
@@ -212,13 +213,13 @@ def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none. Raises StoreError."""
     remedy = "remove it to resume without earlier evaluations"
-    return read_values(run_dir / "evaluations.json", list[Evaluation], remedy, CODEC) or []
+    return read_json_file(run_dir / "evaluations.json", list[Evaluation], remedy, CODEC) or []
 
 
 def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
     """Write the figures of benchmark tasks on a checkpoint, each in place of an earlier one with its name. Returns the
     folder. Raises StoreError."""
-    folder, remedy = run_dir / FOLDER, "free space or move the run's folder"
+    folder, remedy = run_dir / EVALUATIONS_FOLDER, "free space or move the run's folder"
     with raised_as(StoreError, f"{folder}: cannot be created", OSError, remedy=remedy):
         folder.mkdir(exist_ok=True)
     for evaluation in evaluations:
@@ -229,12 +230,12 @@ def write_suite(run_dir: Path, evaluations: Sequence[Evaluation]) -> Path:
 
 
 def _suite_files(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / FOLDER).glob("suite-[0-9]*-*.json"))
+    return sorted((run_dir / EVALUATIONS_FOLDER).glob("suite-[0-9]*-*.json"))
 
 
 def read_suites(run_dir: Path) -> list[Evaluation]:
     """Read the figures of benchmark tasks on a run's checkpoints. Raises StoreError."""
-    suites = (read_values(path, Evaluation, "remove it", CODEC) for path in _suite_files(run_dir))
+    suites = (read_json_file(path, Evaluation, "remove it", CODEC) for path in _suite_files(run_dir))
     return sorted(filter(None, suites), key=lambda evaluation: (evaluation.version, evaluation.name))
 
 
@@ -265,7 +266,7 @@ def _estimate(scores: Sequence[ScoredResponse], per_prompt: int) -> Estimate:
     return estimate([[s.reward for s in group if not s.error] for group in prompts])
 
 
-FOLDER = "evaluations"
+EVALUATIONS_FOLDER = "evaluations"
 
 
 ItemResponse = tuple[ItemSummary, EvaluatedResponse]
@@ -297,15 +298,15 @@ def write_rewards(run_dir: Path, version: int, sets: Mapping[str, SetRewards]) -
     rows = {
         name: {digest: asdict(rewards) for digest, rewards in set_rewards.items()} for name, set_rewards in sets.items()
     }
-    (run_dir / FOLDER).mkdir(exist_ok=True)
+    (run_dir / EVALUATIONS_FOLDER).mkdir(exist_ok=True)
     replace_text(_path(run_dir, version), json.dumps(rows) + "\n", "free space or move runs_dir")
 
 
 def read_rewards(run_dir: Path, version: int) -> dict[str, dict[str, PromptRewards]]:
     """Read the rewards of an evaluation, by set and prompt; empty if they were not kept. Raises StoreError."""
     remedy = "remove it to resume without comparisons with it"
-    return read_values(_path(run_dir, version), dict[str, dict[str, PromptRewards]], remedy) or {}
+    return read_json_file(_path(run_dir, version), dict[str, dict[str, PromptRewards]], remedy) or {}
 
 
 def _path(run_dir: Path, version: int) -> Path:
-    return run_dir / FOLDER / f"{version:06d}.json"
+    return run_dir / EVALUATIONS_FOLDER / f"{version:06d}.json"

@@ -56,7 +56,7 @@ class InstanceLink:
         """reports_decode_stats: whether to report the duration of decode steps, which the coordinator needs if
         instances draft tokens."""
         self._instance = instance
-        self._name = instance.placed.name
+        self._name = instance.placed_actor.name
         self._actors = actors
         self._deadlines = deadlines
         self._time_scale = time_scale

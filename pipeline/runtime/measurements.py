@@ -30,7 +30,7 @@ class Measurements:
         self._clock = clock
         self._earlier_s = earlier_s
         self._config = config
-        self._scale = config.rollout.engine.time_scale
+        self._time_scale = config.rollout.engine.time_scale
         self._costs = make_job_speed(config)
         self._tracker = TimeTracker(
             self._costs.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
@@ -51,7 +51,7 @@ class Measurements:
         self._clock.start(self._earlier_s)
         self._counted_until_s = self._earlier_s
         self._started_cpu_s = time.process_time()
-        self._tracker.start(self._earlier_s * self._scale)
+        self._tracker.start(self._earlier_s * self._time_scale)
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Measurements:
 
     def observe(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """Record an event and the commands that followed. now: seconds of the run."""
-        self._tracker.observe(now * self._scale, event, commands)
+        self._tracker.observe(now * self._time_scale, event, commands)
 
     @contextmanager
     def decision_timer(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Measurements:
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """Engine counts since the end of the last step, summed over instances."""
-        previous_counts, self._token_counts = self._token_counts, {i.id: i.counts for i in instances}
+        previous_counts, self._token_counts = self._token_counts, {i.id: i.token_counts for i in instances}
         return {
             name: float(
                 sum(counts[name] - previous_counts.get(i, {}).get(name, 0) for i, counts in self._token_counts.items())

@@ -22,7 +22,7 @@ from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
-from staleflow.pipeline.processes.background import Background
+from staleflow.pipeline.processes.background import BackgroundTasks
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.actor_client import SERVER
@@ -41,7 +41,7 @@ FLUSH_TIMEOUT_S = 10.0
 """Seconds that instances have to deliver sampled tokens when a run stops."""
 
 
-class Membership:
+class InstanceMembership:
     """The rollout instances of one run, each with its link.
 
     Args:
@@ -53,7 +53,7 @@ class Membership:
         self,
         config: RunConfig,
         actors: Actors,
-        background: Background,
+        background: BackgroundTasks,
         emit: Callable[[Event | BaseException], None],
         is_drained: Callable[[InstanceId], bool],
     ) -> None:
@@ -106,7 +106,7 @@ class Membership:
             The reason why the instance cannot be retired; empty if it can.
         """
         for instance in self._actors.instances.values():
-            if worker in (instance.id, instance.placed.worker, instance.placed.address):
+            if worker in (instance.id, instance.placed_actor.worker, instance.placed_actor.address):
                 break
         else:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
@@ -135,7 +135,7 @@ class Membership:
             task.cancel()
         self._emit(InstanceLost(instance=instance.id, why="it was retired"))
         await self._actors.retire(instance)
-        logger.warning("%s on %s was retired", instance.id, instance.placed.address)
+        logger.warning("%s on %s was retired", instance.id, instance.placed_actor.address)
         if instance.index < self._config.rollout.instances:
             self._start_replacing(instance.index)
 
@@ -165,7 +165,7 @@ class Membership:
 
         async def flush(instance: InstanceHandle) -> None:
             with contextlib.suppress(errors.ActorLost, errors.ActorFailed):
-                await self._actors.ask_once(instance.placed.name, "flush", SERVER, within_s=FLUSH_TIMEOUT_S)
+                await self._actors.ask_once(instance.placed_actor.name, "flush", SERVER, within_s=FLUSH_TIMEOUT_S)
 
         await asyncio.gather(*(flush(instance) for instance in self._actors.instances.values()))
 
@@ -213,7 +213,7 @@ class Membership:
                         if task is not asyncio.current_task():
                             task.cancel()
                     self._emit(InstanceLost(instance=instance.id, why=str(loss_error)))
-                    self._actors.record_loss(instance.placed.name, loss_error)
+                    self._actors.record_loss(instance.placed_actor.name, loss_error)
                     self._start_replacing(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._emit(error)

@@ -9,7 +9,7 @@ from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.profiling.fit import CostModelFit
-from staleflow.pipeline.runtime.environment_hosts import HostView
+from staleflow.pipeline.runtime.environment_hosts import EnvironmentHostView
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 
 
@@ -19,27 +19,27 @@ class RunReport:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
+    seconds_by_activity: dict[str, float] = field(default_factory=dict)
     """Seconds by activity, and `tokens_sampled`, up to the latest stored step or the end; empty before the first step
     of this start."""
     snapshot: Snapshot | None = None
-    stopped: str = ""
+    stop_reason: str = ""
     """Why the run ended early; empty if it did all its steps."""
-    commands: dict[str, int] = field(default_factory=dict)
+    command_counts: dict[str, int] = field(default_factory=dict)
     """Number of the coordinator's commands, by kind."""
     bottlenecks: dict[int, str] = field(default_factory=dict)
     """What limited each step and the steps just before it, in a few words."""
     diagnosis: Diagnosis | None = None
     """What limited the run; None if no step was trained since it was last started."""
-    fit: CostModelFit | None = None
+    cost_model_fit: CostModelFit | None = None
     """The cost model fitted to this run; None if it sampled too little."""
     instances_line: str = ""
     """One line about the instances: their number, and which are missing or retiring."""
-    environments: list[HostView] = field(default_factory=list)
+    environment_hosts: list[EnvironmentHostView] = field(default_factory=list)
     """Current state of the environment hosts."""
     sources: list[SourceCounts] = field(default_factory=list)
     """Counts of each task source, if the run has several."""
-    losses: list[str] = field(default_factory=list)
+    actor_losses: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
     """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""
@@ -53,11 +53,11 @@ class RunListener:
     def on_line(self, text: str) -> None:
         """Receive a line for display, such as the dashboard's address."""
 
-    def on_phase(self, name: str) -> None:
+    def on_activity(self, activity: str) -> None:
         """Receive the name of an activity outside of training, such as starting actors."""
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
-        """Receive the state of the run, twice a second, after a new phase, and before each of the events below. report:
+        """Receive the state of the run, twice a second, after a new activity, and before each event below. report:
         the driver's own object, which changes later."""
 
     def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
@@ -77,9 +77,9 @@ class RunListeners(RunListener):
         for listener in self._listeners:
             listener.on_line(text)
 
-    def on_phase(self, name: str) -> None:
+    def on_activity(self, activity: str) -> None:
         for listener in self._listeners:
-            listener.on_phase(name)
+            listener.on_activity(activity)
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
         for listener in self._listeners:

@@ -95,7 +95,7 @@ class ScoreQueue(ActorQueue):
         """Let a reward worker score a batch."""
         num_tokens = tuple(self._num_tokens.get(trajectory, 0) for trajectory in batch)
         within_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
-        scores = await self._ask(name, "score", SERVER, batch, num_tokens, within_s=within_s)
+        scores = await self._ask_with_pings(name, "score", SERVER, batch, num_tokens, within_s=within_s)
         for trajectory in batch:
             self._num_tokens.pop(trajectory, None)
         for trajectory, reward, error in scores:

@@ -20,7 +20,7 @@ from staleflow.tasks.actors.trainer import PublishedStep
 logger = logging.getLogger(__name__)
 
 
-class StepRecords:
+class RecordBuilder:
     """The records of one run. alarms: list to which alarms about training steps are appended."""
 
     def __init__(self, coordinator: Coordinator, actors: Actors, alarms: list[str]) -> None:

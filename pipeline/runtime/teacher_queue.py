@@ -45,6 +45,6 @@ class TeacherQueue(ActorQueue):
     async def _process(self, name: str, batch: tuple[TrajectoryId, ...]) -> None:
         deadlines = self._config.deadlines
         within_s = deadlines.call_s + len(batch) * deadlines.sample_s
-        await self._ask(name, "score", SERVER, batch, deadline="sample_s", within_s=within_s)
+        await self._ask_with_pings(name, "score", SERVER, batch, deadline="sample_s", within_s=within_s)
         for trajectory in batch:
             self._pending.pop(trajectory).set_result(None)

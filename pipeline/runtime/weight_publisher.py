@@ -70,7 +70,7 @@ class WeightPublisher(ActorClient):
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PublishedStep:
         """Train a step. If the trainer is lost, its replacement trains the step. The caller passes the result to
-        `publish`."""
+        `record_published`."""
         published: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
         )
@@ -82,7 +82,7 @@ class WeightPublisher(ActorClient):
         ActorLost if the weights differ from those published before."""
         recorded_fingerprint = self.trained_fingerprints[PolicyVersion(step + 1)]
         published: PublishedStep = await self.ask(
-            "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s", restores=True
+            "trainer", "train", SERVER, step, (), (), recorded_fingerprint, deadline="train_s", is_restore_call=True
         )
         if published.fingerprint != recorded_fingerprint:
             raise ActorLost(
@@ -158,7 +158,7 @@ class WeightPublisher(ActorClient):
                     logger.warning("%s waits for weights: %s", instance.id, error)
                     if self.recovery.is_restoring:
                         first_failure_s, instance.is_fetching_again = math.inf, False
-                        await self.recovery.wait_until_settled("trainer")
+                        await self.recovery.wait_while_restoring("trainer")
                     first_failure_s = min(first_failure_s, now_s())
                     if now_s() - first_failure_s >= start_s:
                         raise ActorLost(
@@ -172,13 +172,13 @@ class WeightPublisher(ActorClient):
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         started_s = now_s()
-        path = await self._fetch(instance.placed, version)
+        path = await self._fetch(instance.placed_actor, version)
         await self._device_turns.wait_and_mark_awake(instance.id)
         within_s = self._transfers.timeout_s(version)
         instance.is_loading = True
         expected_weights = self.verification.expected_weights(self._published_steps[version])
         check: WeightCheck = await self.ask(
-            instance.placed.name, "pull", expected_weights, path, deadline="call_s", within_s=within_s
+            instance.placed_actor.name, "pull", expected_weights, path, deadline="call_s", within_s=within_s
         )
         elapsed_s = now_s() - started_s
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
@@ -191,26 +191,26 @@ class WeightPublisher(ActorClient):
         await self.ask(instance.id, "sleep")
         self._device_turns.mark_asleep(instance.id)
 
-    async def _fetch(self, placed: PlacedActor, version: PolicyVersion) -> str:
+    async def _fetch(self, actor: PlacedActor, version: PolicyVersion) -> str:
         """Path of a version's weights on an actor's host, fetched if the host does not have it. Raises ActorLost if the
         actor itself is lost, TransferFailed if no host can send the version."""
-        name = f"parameters-{placed.host}"
+        name = f"parameters-{actor.host}"
         while True:
             # An earlier one may have ended with another actor's process. A lost trainer is not waited for: this host
             # may have the version.
             if (trainer := self._workers.placed.get("trainer")) is not None:
                 await self._place_parameter_server_if_alive(trainer)
-            await self._place_parameter_server(placed)
+            await self._place_parameter_server(actor)
             parameter_server = self._workers.placed[name]
             try:
-                return await self._transfers.fetch(version, placed.host)
+                return await self._transfers.fetch(version, actor.host)
             except ActorLost as loss_error:
                 address = parameter_server.address
-                if address == placed.address:
-                    raise ActorLost(f"{placed.name}: {loss_error}", placed.name) from loss_error
+                if address == actor.address:
+                    raise ActorLost(f"{actor.name}: {loss_error}", actor.name) from loss_error
                 if self._workers.placed.get(name) is parameter_server:
-                    logger.warning("%s on %s does not answer; another one is placed on %s", name, address, placed.host)
-                    self._workers.release_light_actor(name)
+                    logger.warning("%s on %s does not answer; another one is placed on %s", name, address, actor.host)
+                    self._workers.release_actor(name)
                     self._unresponsive_addresses.add(address)
 
     async def _place_parameter_server(self, actor: PlacedActor) -> None:
@@ -252,7 +252,7 @@ class WeightPublisher(ActorClient):
         used_versions = kept_versions | {i.version for i in self.instances.values()}
         used_versions |= {i.fetched_version for i in self.instances.values() if i.fetched_version is not None}
         used_versions |= {version for version, count in self._num_pending_saves.items() if count}
-        self._transfers.keep(used_versions)
+        self._transfers.remove_unused(used_versions)
         newest = max(self._published_steps)
         for name, placed in list(self._workers.placed.items()):
             if placed.role == "parameters":

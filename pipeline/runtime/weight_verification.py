@@ -35,12 +35,12 @@ class WeightVerification:
 
     Args:
         config: The job.
-        context: Maximum tokens of the model's context, which the probe has to fit in.
+        context_length: Maximum tokens of the model's context, which the probe has to fit in.
     """
 
-    def __init__(self, config: RunConfig, context: int) -> None:
+    def __init__(self, config: RunConfig, context_length: int) -> None:
         self._config = config
-        self._context = context
+        self._context_length = context_length
         self.probe: tuple[int, ...] = ()
         """Token ids; empty until `set_probe`, and without held-out prompts."""
         self.base_logprobs: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ class WeightVerification:
         tokens = [token for prompt in prompts for token in prompt]
         if len(tokens) == 1:
             tokens *= PROBE_TOKENS
-        self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context - 1)])
+        self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context_length - 1)])
 
     async def measure_engine_logprobs(
         self,

@@ -43,24 +43,25 @@ class StepTimeBound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationStats:
     """Statistics of a simulated run. The trainer's share is of the measured steps, other shares of all instances' time
-    in the run. endings: trajectories by fate and reason. commands, refusals: counts by kind and by reason."""
+    in the run. ending_counts: trajectories by fate and reason. command_counts: by kind. refusals: counts by reason."""
 
-    steps_measured: int
+    num_measured_steps: int
     step_s: float
     """Mean seconds between training steps."""
     tokens_per_s: float
     """See stores/metrics.py."""
     steady_tokens_per_s: float
     """The same in the steady part, which approximates longer runs, and by which variants are compared."""
-    bound: StepTimeBound
-    trainer_idle: float
-    rollout_idle: float
+    step_time_bound: StepTimeBound
+    trainer_idle_share: float
+    rollout_idle_share: float
     prefill_share: float
     pull_share: float
     staleness: dict[int, int]
+    """Number of trained trajectories by v_train - v_traj."""
     bound_kept: bool
     """Whether no trajectory was older than the job's eta."""
-    endings: dict[str, int]
+    ending_counts: dict[str, int]
     wasted_tokens: int
     reprefilled_tokens: int
     cached_tokens: int
@@ -69,7 +70,7 @@ class SimulationStats:
     """Maximum KV tokens that an instance had cached for later turns."""
     sampled_tokens: int
     preemptions: int
-    commands: dict[str, int]
+    command_counts: dict[str, int]
     num_events: int
     refusals: dict[str, int]
     instance_losses: int
@@ -78,15 +79,15 @@ class SimulationStats:
     """Diagnosis of what limits the job; None without steps."""
 
     @property
-    def share_of_bound(self) -> float:
+    def share_of_step_time_bound(self) -> float:
         """Lower bound on the step time as a share of the step time; 1 is optimal."""
-        return self.bound.step_s / self.step_s if self.step_s else 0.0
+        return self.step_time_bound.step_s / self.step_s if self.step_s else 0.0
 
     @property
     def dropped(self) -> dict[str, int]:
         """Number of trajectories by reason that ended before the run did and were not trained on."""
         counts: Counter[str] = Counter()
-        for outcome, count in sorted(self.endings.items()):
+        for outcome, count in sorted(self.ending_counts.items()):
             counts[outcome.partition(":")[2]] += count
         return {reason: count for reason, count in counts.items() if reason not in ("", "run_ended")}
 
@@ -106,25 +107,25 @@ def compute_stats(config: RunConfig, trace: Trace) -> SimulationStats:
     for step in trace.steps:
         staleness.update(step.staleness)
     return SimulationStats(
-        steps_measured=len(window),
+        num_measured_steps=len(window),
         step_s=span_s / len(window),
         tokens_per_s=tokens_per_s(as_metrics(trace.steps)),
         steady_tokens_per_s=steady_tokens_per_s(as_metrics(trace.steps), eta),
-        bound=bound_of(config, window),
-        trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
-        rollout_idle=max(0.0, 1 - busy_s / alive_s),
+        step_time_bound=mean_step_time_bound(config, window),
+        trainer_idle_share=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
+        rollout_idle_share=max(0.0, 1 - busy_s / alive_s),
         prefill_share=sum(w.prefill_s for w in totals) / alive_s,
         pull_share=sum(w.pull_s for w in totals) / alive_s,
         staleness=dict(sorted(staleness.items())),
         bound_kept=max(staleness, default=0) <= config.staleness.eta,
-        endings=trace.endings,
+        ending_counts=trace.ending_counts,
         wasted_tokens=max(0, sampled_tokens - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
         reprefilled_tokens=sum(w.repeated_prefill_tokens for w in totals),
         cached_tokens=sum(w.cached_tokens for w in totals),
         max_kept_tokens=max((i.max_kept_tokens for i in trace.instances), default=0),
         sampled_tokens=sampled_tokens,
         preemptions=sum(w.preemptions for w in totals),
-        commands=trace.commands,
+        command_counts=trace.command_counts,
         num_events=trace.num_events,
         refusals=trace.refusals,
         instance_losses=trace.instance_losses,
@@ -154,8 +155,8 @@ def as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
     ]
 
 
-def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
-    """Compute the mean lower bound on the time of training steps."""
+def mean_step_time_bound(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
+    """Compute the lower bound on the time of training steps, as a mean over steps of a simulated run."""
     cost, engine, count = config.rollout.cost, config.rollout.engine, len(steps)
     instances = config.rollout.instances
     tokens = sum(s.tokens for s in steps)
@@ -165,7 +166,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     cost = factories.job_cost_model_at(config, running)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
-    work_s += cost.prefill * sum(s.prefilled for s in steps)
+    work_s += cost.prefill * sum(s.min_prefill_tokens for s in steps)
     keeps_all = config.staleness.admission.awaits_due_groups and not config.batch.stragglers.truncates
     longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
     return StepTimeBound(
@@ -177,13 +178,13 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> StepTimeBound:
     )
 
 
-def explanation(config: RunConfig, stats: SimulationStats) -> list[str]:
-    """Explain the time of a step in lines of text."""
-    bound = stats.bound
+def explain_step_time(stats: SimulationStats) -> list[str]:
+    """Explain the step time of a simulated run, and its distance from the lower bound, in lines of text."""
+    bound = stats.step_time_bound
     lines = [stats.diagnosis.line] if stats.diagnosis is not None else []
     lines += [
         f"a step takes {stats.step_s:.1f} s; the lower bound is {bound.step_s:.1f} s "
-        f"({stats.share_of_bound:.0%} of it is reached)",
+        f"({stats.share_of_step_time_bound:.0%} of it is reached)",
         f"  {bound.train_s:8.1f} s  training" + _mark(bound, bound.train_s),
         f"  {bound.work_s:8.1f} s  decode and prefill work of a batch, {bound.running} trajectories per instance"
         + _mark(bound, bound.work_s),
@@ -191,15 +192,15 @@ def explanation(config: RunConfig, stats: SimulationStats) -> list[str]:
         + (_mark(bound, bound.longest_s) if bound.longest_s else "  (does not apply: long responses may be dropped)"),
         "time of an instance:",
     ]
-    decode = 1 - stats.rollout_idle - stats.prefill_share - stats.pull_share
+    decode = 1 - stats.rollout_idle_share - stats.prefill_share - stats.pull_share
     recomputed_share = stats.reprefilled_tokens / max(1, stats.reprefilled_tokens + stats.sampled_tokens)
     lines += [
         f"  {decode:8.1%}  decoding",
         f"  {stats.prefill_share:8.1%}  prefill ({stats.reprefilled_tokens / 1e6:.1f} M tokens were prefilled again, "
         f"{recomputed_share:.0%} of these and the sampled tokens)",
         f"  {stats.pull_share:8.1%}  loading weights",
-        f"  {stats.rollout_idle:8.1%}  idle",
-        f"the trainer waited {stats.trainer_idle:.1%} of the time",
+        f"  {stats.rollout_idle_share:8.1%}  idle",
+        f"the trainer waited {stats.trainer_idle_share:.1%} of the time",
     ]
     if stats.cached_tokens:
         share = stats.cached_tokens / (stats.cached_tokens + stats.reprefilled_tokens)
@@ -227,7 +228,7 @@ class TrainedStep:
     finished_s: float
     tokens: int
     """Sampled tokens of its batch."""
-    prefilled: int
+    min_prefill_tokens: int
     """Minimum number of tokens to prefill for its batch: prompts and tool results."""
     context_tokens: float
     """Sum over its sampled tokens of the KV tokens in context when each was sampled."""
@@ -252,13 +253,13 @@ class InstanceTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """The record of one simulated run. commands: counts by kind."""
+    """The record of one simulated run. command_counts: by kind."""
 
     steps: list[TrainedStep] = field(default_factory=list)
     instances: list[InstanceTrace] = field(default_factory=list)
-    commands: dict[str, int] = field(default_factory=dict)
+    command_counts: dict[str, int] = field(default_factory=dict)
     num_events: int = 0
-    endings: dict[str, int] = field(default_factory=dict)
+    ending_counts: dict[str, int] = field(default_factory=dict)
     """Number of trajectories by fate and reason, over the whole run."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Numbers of proposals that the coordinator refused, by reason."""

@@ -105,9 +105,9 @@ class Backlog(Baseline):
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started_per_step
 
 
-def other_systems(eta: int) -> dict[str, Admission]:
-    """The rules with which `simulate --baselines` compares a job at the same bound, by label: this project's rule for
-    synchronous training, and the rules of other systems."""
+def baseline_rules(eta: int) -> dict[str, Admission]:
+    """The admission rules with which `simulate --baselines` compares a job at the same bound, by label: this project's
+    rule for synchronous training, and the rules of other systems."""
     return {
         "synchronous": Synchronous(),
         "one step ahead": OneStep(),

@@ -29,10 +29,10 @@ NUM_SIMULATIONS = 10
 """Simulations of a forecast, each with another seed."""
 STUDENT_T = 1.83
 """Two-sided 90 % quantile of Student's t with NUM_SIMULATIONS - 1 degrees of freedom."""
-TIMES = {"step_s": "s per step", "tokens_per_s": "tokens/s", "total_s": "s in all"}
-QUANTITIES = {**TIMES, "total_tokens": "tokens in all", "lag": "versions behind, mean"}
+TIME_UNITS = {"step_s": "s per step", "tokens_per_s": "tokens/s", "total_s": "s in all"}
+QUANTITY_UNITS = {**TIME_UNITS, "total_tokens": "tokens in all", "lag": "versions behind, mean"}
 """Units of the quantities of a forecast, for display."""
-MODEL_ERROR = {**dict.fromkeys(TIMES, 0.08), "total_tokens": 0.02, "lag": 0.05}
+MODEL_ERROR = {**dict.fromkeys(TIME_UNITS, 0.08), "total_tokens": 0.02, "lag": 0.05}
 """Relative error of simulated values besides that of the cost model and of the seed. For times it is about the root
 mean square of seven runs of `benchmarks/forecasts.py`, with other seeds than those in docs/results.md, on two busy
 cores (load 10 to 20); tokens and lags differed by less than this."""
@@ -57,7 +57,7 @@ class Forecast:
     steps: int
     """Training steps that are forecast."""
     ranges: dict[str, PredictedRange]
-    """By the names of QUANTITIES."""
+    """By the names of QUANTITY_UNITS."""
     bottleneck: str
     """The most frequent cause in the simulations; see profiling/diagnosis.py."""
     agreement: float
@@ -75,21 +75,21 @@ class Forecast:
         memory = ", ".join(f"{role} {gb:.1f} GB" for role, gb in self.memory_gb.items())
         return [
             f"forecast of {self.steps} steps, with {COVERAGE:.0%} intervals, from {self.basis}:",
-            *(f"  {self.ranges[name]} {unit}" for name, unit in QUANTITIES.items()),
+            *(f"  {self.ranges[name]} {unit}" for name, unit in QUANTITY_UNITS.items()),
             f"  bottleneck: {self.bottleneck} (in {self.agreement:.0%} of the simulations)",
             *([f"  memory of a GPU, planned: {memory}"] if memory else []),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastResult:
+class ForecastComparison:
     """The comparison of a forecast with its run."""
 
     forecast: Forecast
-    num_steps: int
+    num_stored_steps: int
     """Steps that the run has stored."""
     measured: dict[str, float]
-    """The run's values by the names of QUANTITIES; empty if it is shorter than its forecast."""
+    """The run's values by the names of QUANTITY_UNITS; empty if it is shorter than its forecast."""
     bottleneck: str
     """The run's bottleneck; empty if unknown."""
 
@@ -102,7 +102,7 @@ class ForecastResult:
     def verdict(self) -> str:
         """How many values are inside of their intervals, in a few words."""
         if not self.measured:
-            return f"forecast: not compared, {self.num_steps} of {self.forecast.steps} steps are stored"
+            return f"forecast: not compared, {self.num_stored_steps} of {self.forecast.steps} steps are stored"
         num_inside = sum(map(self.is_inside, self.measured))
         return f"forecast: {num_inside} of {len(self.measured)} values are inside of their {COVERAGE:.0%} intervals"
 
@@ -122,7 +122,7 @@ class ForecastResult:
 
     def _line(self, name: str) -> str:
         """A measured value beside its forecast."""
-        return f"{format_number(self.measured[name])} {QUANTITIES[name]}, forecast {self.forecast.ranges[name]}"
+        return f"{format_number(self.measured[name])} {QUANTITY_UNITS[name]}, forecast {self.forecast.ranges[name]}"
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as plain values, for JSON."""
@@ -152,27 +152,27 @@ def predict_ranges(simulated: Sequence[Mapping[str, float]], cost_error: float, 
         eta: Staleness bound, versions; a mean lag cannot be larger.
     """
     ranges = {}
-    for name in QUANTITIES:
+    for name in QUANTITY_UNITS:
         values = [run[name] for run in simulated]
         expected, deviation = statistics.fmean(values), statistics.stdev(values)
-        error = math.hypot(MODEL_ERROR[name], cost_error if name in TIMES else 0.0)
+        error = math.hypot(MODEL_ERROR[name], cost_error if name in TIME_UNITS else 0.0)
         half = STUDENT_T * math.hypot(math.sqrt(1 + 1 / len(values)) * deviation, error * expected)
         high = min(expected + half, float(eta)) if name == "lag" else expected + half
         ranges[name] = PredictedRange(low=max(0.0, expected - half), expected=expected, high=high)
     return ranges
 
 
-def most_frequent(causes: Sequence[str]) -> tuple[str, float]:
+def most_frequent_cause(causes: Sequence[str]) -> tuple[str, float]:
     """The most frequent bottleneck, and its share of all."""
     cause, count = Counter(causes).most_common(1)[0]
     return cause, count / len(causes)
 
 
-def compare_with_run(forecast: Forecast, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastResult:
+def compare_with_run(forecast: Forecast, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastComparison:
     """Compare a forecast with its run. steps: metrics of the run's stored steps."""
     is_complete = len(steps) >= forecast.steps
     measured = measure_run(steps[: forecast.steps]) if is_complete else {}
-    return ForecastResult(forecast=forecast, num_steps=len(steps), measured=measured, bottleneck=bottleneck)
+    return ForecastComparison(forecast=forecast, num_stored_steps=len(steps), measured=measured, bottleneck=bottleneck)
 
 
 def format_number(value: float) -> str:

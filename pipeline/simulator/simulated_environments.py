@@ -76,7 +76,7 @@ class SimulatedEnvironments:
         if self._barrier is not None:
             self._barrier.enter(trajectory)
 
-    def end(self, trajectory: TrajectoryId) -> None:
+    def end_episode(self, trajectory: TrajectoryId) -> None:
         """Record that a trajectory has no more turns."""
         if self._barrier is not None:
             self._barrier.leave(trajectory)
@@ -147,7 +147,7 @@ class SimulatedEnvironments:
             case TrajectoryScored():
                 del self._open_episodes[event.trajectory]
                 self._failures.pop(event.trajectory, None)
-                self.end(event.trajectory)
+                self.end_episode(event.trajectory)
             case EnvironmentFailed():
                 del self._open_episodes[event.trajectory]
                 self._failures[event.trajectory] += 1
@@ -207,18 +207,18 @@ class SimulatedEvaluations:
         self._workload = workload
         self._schedule = EvaluationSchedule(every=config.evaluation.every, num_steps=config.steps)
         sets = config.evaluation_sets.values() if config.evaluation.every else ()
-        self._size = sum(eval_set.prompts * eval_set.responses_per_prompt for eval_set in sets)
+        self._num_responses = sum(eval_set.prompts * eval_set.responses_per_prompt for eval_set in sets)
         self._number = 0
         self._is_running = self._is_due = False
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether an evaluation is running or due."""
         return self._is_running or self._is_due
 
     def request_after_publish(self, version: int) -> EvaluationRequested | None:
         """The request that follows a published version, if it is due and no evaluation is running."""
-        self._is_due |= self._size > 0 and self._schedule.is_due(version)
+        self._is_due |= self._num_responses > 0 and self._schedule.is_due(version)
         return self._next()
 
     def end(self, *, abandoned: bool) -> EvaluationRequested | None:
@@ -231,7 +231,7 @@ class SimulatedEvaluations:
         if self._is_running or not self._is_due:
             return None
         self._is_running, self._is_due = True, False
-        groups = [GroupId(-1 - self._number * self._size - i) for i in range(self._size)]
+        groups = [GroupId(-1 - self._number * self._num_responses - i) for i in range(self._num_responses)]
         self._number += 1
         return EvaluationRequested(
             evaluation=self._number - 1,

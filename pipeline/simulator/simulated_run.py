@@ -64,7 +64,7 @@ class ResponseCost:
     """Cost of one response. Fields as in TrainedStep."""
 
     tokens: int
-    prefilled: int
+    min_prefill_tokens: int
     context_tokens: float
     alone_s: float
     """Seconds to sample it on an instance of its own, with the time of its tools."""
@@ -129,7 +129,7 @@ class SimulatedRun:
                 recurring=True,
             )
         self._handle_if_any(self._evaluations.request_after_publish(0))
-        while not self.coordinator.finished or self._evaluations.pending:
+        while not self.coordinator.is_finished or self._evaluations.is_pending:
             time_s, _, action, recurring = heapq.heappop(self._heap)
             self._num_pending -= not recurring
             self._now = max(self._now, time_s)
@@ -153,8 +153,8 @@ class SimulatedRun:
 
     def _handle(self, event: events.Event) -> None:
         self._decide(event)
-        while self.coordinator.has_more_commands:
-            self._decide(events.RoutingContinued())
+        while self.coordinator.has_more_decisions:
+            self._decide(events.DecisionsContinued())
 
     def _decide(self, event: events.Event) -> None:
         new_commands = self.coordinator.handle(event, self._now)
@@ -164,7 +164,7 @@ class SimulatedRun:
             self._observe(self._now, event, new_commands)
         for command in new_commands:
             name = type(command).__name__
-            self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
+            self.trace.command_counts[name] = self.trace.command_counts.get(name, 0) + 1
             self._execute(command)
 
     def _handle_if_any(self, event: events.Event | None) -> None:
@@ -222,9 +222,9 @@ class SimulatedRun:
                 if isinstance(command, commands.Route):
                     self._environments.begin_turn(command.trajectory)
                 if self._simulation.message_s:
-                    self._schedule(self._now + self._simulation.message_s, lambda: self._on_instance(command))
+                    self._schedule(self._now + self._simulation.message_s, lambda: self._execute_on_instance(command))
                 else:
-                    self._on_instance(command)
+                    self._execute_on_instance(command)
             case commands.FetchPrompts():
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
@@ -254,12 +254,12 @@ class SimulatedRun:
             case commands.Discard():
                 for ending in command.endings:
                     reason = outcome_key(ending.fate, ending.reason)
-                    self.trace.endings[reason] = self.trace.endings.get(reason, 0) + 1
+                    self.trace.ending_counts[reason] = self.trace.ending_counts.get(reason, 0) + 1
                     self._tokens.pop(ending.trajectory, None)
                     self._env_tokens.pop(ending.trajectory, None)
-                    self._environments.end(ending.trajectory)
+                    self._environments.end_episode(ending.trajectory)
 
-    def _on_instance(self, command: commands.InstanceCommand) -> None:
+    def _execute_on_instance(self, command: commands.InstanceCommand) -> None:
         instance = self._instances.get(command.instance)
         if instance is None:  # lost, and reported as such
             return
@@ -314,7 +314,7 @@ class SimulatedRun:
         for trajectory in [t for t in self._tokens if is_evaluation(t)]:
             self.trace.evaluated_tokens += self._response_cost(trajectory, self._tokens.pop(trajectory)).tokens
             self._env_tokens.pop(trajectory, None)
-            self._environments.end(trajectory)
+            self._environments.end_episode(trajectory)
 
     def _sample(self, instance: SimulatedInstance, command: commands.Route) -> None:
         group, member = self._workload_index(command.trajectory)
@@ -343,14 +343,14 @@ class SimulatedRun:
 
     def _train(self, command: commands.Train) -> None:
         responses = [self._response_cost(t, self._tokens.pop(t)) for t in command.trajectories]
-        tokens, prefilled = sum(r.tokens for r in responses), sum(r.prefilled for r in responses)
-        seconds = train_seconds(self._config, tokens + prefilled)
+        tokens, min_prefill_tokens = sum(r.tokens for r in responses), sum(r.min_prefill_tokens for r in responses)
+        seconds = train_seconds(self._config, tokens + min_prefill_tokens)
         step = TrainedStep(
             step=command.step,
             ready_s=self._now,
             finished_s=self._now + seconds,
             tokens=tokens,
-            prefilled=prefilled,
+            min_prefill_tokens=min_prefill_tokens,
             context_tokens=sum(r.context_tokens for r in responses),
             longest_tokens=max(r.tokens for r in responses),
             longest_s=max(r.alone_s for r in responses),
@@ -358,7 +358,7 @@ class SimulatedRun:
         )
         self.trace.steps.append(step)
         reason = Fate.CONSUMED.value
-        self.trace.endings[reason] = self.trace.endings.get(reason, 0) + len(responses)
+        self.trace.ending_counts[reason] = self.trace.ending_counts.get(reason, 0) + len(responses)
         self._schedule(self._now + seconds, lambda: self._publish(command.step + 1))
 
     def _response_cost(self, trajectory: TrajectoryId, tokens: int) -> ResponseCost:
@@ -378,7 +378,9 @@ class SimulatedRun:
             sampled += count
             tools += observation_tokens
             context += count + observation_tokens
-        return ResponseCost(tokens=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
+        return ResponseCost(
+            tokens=sampled, min_prefill_tokens=prompt + tools, context_tokens=context_tokens, alone_s=alone_s
+        )
 
     # -- instances -----------------------------------------------------------------------------------------------
 

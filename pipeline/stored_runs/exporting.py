@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
+from staleflow.pipeline.recovery.run_folder import LOCK_FILE, load_job, lock_folder
 from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_pool, open_store_at, require_all_rows
 from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
@@ -92,7 +92,8 @@ def export(
                     flush_and_rename(tmp_path / "whole", out)
                 else:
                     flush_and_rename(tmp_path, out)
-                    (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
+                    # After the rename: without its lock file a folder can be locked by others.
+                    (out / LOCK_FILE).unlink()
         except OSError as error:
             if isinstance(error, StaleflowError):
                 raise
@@ -151,7 +152,7 @@ def _clear_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name != LOCK:
+        elif path.name != LOCK_FILE:
             path.unlink()
 
 

@@ -32,7 +32,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-RECORD, HISTORY, JOB = certificate.OFFLINE, "history.jsonl", "job.toml"
+RECORD, HISTORY, JOB = certificate.OFFLINE_RECORD_FILE, "history.jsonl", "job.toml"
 """Files in the folder of an offline training: what it was made from, its chain, and its job."""
 
 

@@ -38,7 +38,7 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
     settings = {row.key: toml_value(row.value).replace(folder, "RUN/") for row in explain_values(job)} | dict(view)
     fingerprints = source_fingerprints.read(run_dir)
     digests = {} if fingerprints is None else fingerprints.digests_without_seed()
-    digests["user code"] = user_code_hash(run_dir, branches=False)[: source_fingerprints.DIGITS]
+    digests["user code"] = user_code_hash(run_dir, includes_branches=False)[: source_fingerprints.HASH_DIGITS]
     settings |= {f"fingerprint of {part}": toml_value(digest) for part, digest in digests.items() if digest}
     facts = {} if fingerprints is None else asdict(fingerprints)
     reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))

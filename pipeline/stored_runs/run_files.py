@@ -99,7 +99,7 @@ def _compare_code(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Fin
     code_hash, recorded_hash = start_inputs.user_code_hash(run_dir), starts[-1].input("user_code")
     if recorded_hash and not code_hash:
         yield "code: the user code of the run is not in its folder"
-    elif recorded_hash not in (code_hash, start_inputs.user_code_hash(run_dir, branches=False)):
+    elif recorded_hash not in (code_hash, start_inputs.user_code_hash(run_dir, includes_branches=False)):
         yield _contradiction("code", "it is not the user code that the run used")
     if other_steps := [step for start in starts if start.input("user_code") != recorded_hash for step in start.steps]:
         yield f"the user code of {format_steps(other_steps)}: only that of the last start is kept"

@@ -30,7 +30,7 @@ from staleflow.pipeline.config.model_files import find_model_folder
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
 from staleflow.pipeline.recovery.certificate import Certificate
-from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
+from staleflow.pipeline.recovery.run_folder import LOCK_FILE, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts_warning
 from staleflow.pipeline.stored_runs import repeated_steps
 from staleflow.pipeline.stored_runs.pool import EventCallback, creation_lock, open_store_at, run_training
@@ -187,7 +187,7 @@ def train(plan: OfflinePlan, report: EventCallback) -> OfflineTrainingResult:
             flush_and_rename(tmp_path, out)
         except OSError as error:
             raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {tmp_path}") from error
-        (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
+        (out / LOCK_FILE).unlink()  # after the rename: without its lock file a folder can be locked by others
     return result
 
 
@@ -200,7 +200,7 @@ def _train_and_evaluate(plan: OfflinePlan, out: Path, tmp_path: Path, report: Ev
     _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context_length
-        changes = source_fingerprints.changes(
+        changes = source_fingerprints.describe_changes(
             source_fingerprints.read(Path(plan.store_path).parent), source_fingerprints.compute(plan.run_job)
         )
     for line in changes:

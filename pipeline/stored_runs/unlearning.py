@@ -184,7 +184,7 @@ def find_start(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, 
     """
     resume_points = ResumePoints(run_dir / "resume")
     current = {name: {value} for name, value in start_inputs.weight_inputs(run_dir, "", None).items()}
-    current["user_code"].add(start_inputs.user_code_hash(run_dir, branches=False))
+    current["user_code"].add(start_inputs.user_code_hash(run_dir, includes_branches=False))
     starts = [record.inputs for record in store.commits() if "settings" in record.inputs]
     names = [name for name in REQUIRED_INPUTS if not starts or {start.get(name) for start in starts} - current[name]]
     if names:

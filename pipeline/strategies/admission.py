@@ -49,14 +49,14 @@ class Admission(RegistryEntry, ABC):
         so is a newer one."""
 
 
-SIMULATED = ("one_step", "pipeline_depth", "windowed_fifo", "credits", "backlog", "over_provision")
+SIMULATED_RULES = ("one_step", "pipeline_depth", "windowed_fifo", "credits", "backlog", "over_provision")
 """Rules of other systems, which a job cannot name."""
 ADMISSION: Registry[Admission] = Registry(
     "admission rule",
     "staleness.admission",
     Admission,
     unavailable=dict.fromkeys(
-        SIMULATED,
+        SIMULATED_RULES,
         "imitates another system, for comparisons in simulations alone; use staleflow in the job, and compare with "
         "`staleflow simulate JOB --baselines` or benchmarks/simulated.py",
     ),

@@ -40,14 +40,15 @@ class BroadcastTree:
         """Hosts that have the whole version."""
         self._parents: dict[str, str] = {}
         """Parent of each host that is fetching, in the order in which they began."""
-        self._failed: set[str] = set()
+        self._failed_hosts: set[str] = set()
 
     def join(self, host: str) -> tuple[str, ...]:
         """Add a host to the tree. Returns the hosts to fetch from, best first: those near the root with fewer than
         FAN_OUT children. A host that joins again while it fetches keeps its parent. A host whose fetch failed gets only
         hosts with the complete version, so that there are no cycles."""
         parent = self._parents.get(host)
-        earlier_hosts = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
+        has_failed = host in self._failed_hosts
+        earlier_hosts = [] if has_failed else list(itertools.takewhile(lambda h: h != host, self._parents))
         children = Counter(p for h, p in self._parents.items() if h != host)
         sources = sorted(
             [*(self.complete_hosts - {host}), *earlier_hosts],
@@ -60,13 +61,13 @@ class BroadcastTree:
     def mark_complete(self, host: str) -> None:
         """Record that a host has the complete version."""
         self._parents.pop(host, None)
-        self._failed.discard(host)
+        self._failed_hosts.discard(host)
         self.complete_hosts.add(host)
 
     def mark_failed(self, host: str) -> None:
         """Record that a host's fetch has failed."""
         self._parents.pop(host, None)
-        self._failed.add(host)
+        self._failed_hosts.add(host)
 
     def _depth(self, host: str) -> int:
         depth = 0
@@ -106,8 +107,8 @@ class WeightTransfers:
         """Timeout for reading, hashing or loading a version, in seconds."""
         return timeout_for(self._call_s, self._num_bytes[version])
 
-    def keep(self, used_versions: Iterable[PolicyVersion]) -> None:
-        """Remove the trees of versions that are not used; the newest is kept."""
+    def remove_unused(self, used_versions: Iterable[PolicyVersion]) -> None:
+        """Forget the versions that are not used; the newest is kept."""
         for version in set(self._trees) - {*used_versions, max(self._trees, default=None)}:
             del self._trees[version], self._num_bytes[version]
         self._bytes_on_hosts = {key: count for key, count in self._bytes_on_hosts.items() if key[0] in self._trees}

@@ -33,16 +33,16 @@ def generator(seed: int, stream: Stream, *indices: int) -> np.random.Generator:
     return np.random.default_rng([seed, stream, *indices])
 
 
-def engine_seed(seed: int, instance: int, attempt: int, earlier_starts: int) -> int:
+def engine_seed(seed: int, instance: int, attempt: int, num_earlier_starts: int) -> int:
     """Derive the seed of an engine's sampling.
 
     Args:
         seed: The job's seed.
         instance: Index of the instance.
         attempt: How often the instance has been replaced.
-        earlier_starts: Number of earlier starts of the run; a resumed run must not sample the same tokens again.
+        num_earlier_starts: Number of earlier starts of the run; a resumed run must not sample the same tokens again.
     """
-    sequence = np.random.SeedSequence([seed, Stream.SAMPLING, instance, attempt, earlier_starts])
+    sequence = np.random.SeedSequence([seed, Stream.SAMPLING, instance, attempt, num_earlier_starts])
     return int(sequence.generate_state(1, np.uint64)[0]) >> (64 - ENGINE_SEED_BITS)
 
 

@@ -12,7 +12,7 @@ from staleflow.pipeline.jobs import forecasting
 from staleflow.pipeline.jobs.forecasting import FORECAST_FILE
 from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.run_reader import RunReader
-from staleflow.pipeline.simulator.run_forecast import QUANTITIES
+from staleflow.pipeline.simulator.run_forecast import QUANTITY_UNITS
 from tests.commands import command
 from tests.support.simulated_store import JOB, stored_simulation
 
@@ -34,7 +34,7 @@ def test_a_planned_run_compares_its_forecast_and_keeps_it_when_it_is_resumed(tmp
     result = run.compare_with_forecast()
     assert result is not None
     assert result.forecast == forecast
-    assert list(result.measured) == list(QUANTITIES)
+    assert list(result.measured) == list(QUANTITY_UNITS)
     assert result.measured["total_tokens"] == sum(step.metrics["response_tokens"] for step in run.steps())
     assert result.bottleneck
     notes = RunApi(RunReader(run.path)).run("main")["notes"]

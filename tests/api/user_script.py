@@ -51,7 +51,7 @@ def prove(run: staleflow.Run, client: Client) -> bool:
     """Use the proofs over stored data."""
     report: staleflow.AuditReport = run.audit(full=True, memory_mib=512, workers=4, client=client)
     bias: staleflow.DropBias = run.drop_bias()
-    comparison: staleflow.ForecastResult | None = run.compare_with_forecast()
+    comparison: staleflow.ForecastComparison | None = run.compare_with_forecast()
     assert comparison is None or comparison.forecast.ranges["step_s"].high > 0
     replay: staleflow.ReplayResult = run.replay(3)
     repeated: staleflow.Verification = run.verify(steps=2, seed=1, client=client)

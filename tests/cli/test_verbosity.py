@@ -49,7 +49,7 @@ async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEn
     listeners = RunListeners(reporter, listener)
     with capturing_warnings(reporter.on_line):
         listener.on_line("Dask dashboard: nowhere")
-        listeners.on_phase("evaluating version 0")
+        listeners.on_activity("evaluating version 0")
         listeners.on_status(make_coordinator(config).snapshot(), RunReport())
         listeners.on_evaluation(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
         logging.getLogger("staleflow.pipeline.processes.dask_workers").debug("server placed on w")
@@ -165,7 +165,7 @@ def test_names_with_brackets_are_shown_as_they_are() -> None:
     config, written = replace(loading.load(JOB), name="[/x]"), io.StringIO()
     display = Display(config, quiet=False)
     display.console = Console(file=written, force_terminal=True, width=200, height=50, color_system=None)
-    display.on_phase("starting actors: rollout-0 (loading [/m])")
+    display.on_activity("starting actors: rollout-0 (loading [/m])")
     display.console.print(display._view(make_coordinator(config).snapshot(), RunReport(instances_line="1 [/of] 2")))
     drifted = {"measured_over_predicted": 2.0, "drifted": True}
     summary = SUMMARY | {"alarms": ["[/a] is zero"], "cost_model": drifted}

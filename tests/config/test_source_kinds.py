@@ -25,7 +25,7 @@ def test_has_environment_is_equal_for_every_command(tmp_path: Path) -> None:
     assert located.has_environment
     assert loaded.has_environment
     assert tried.has_environment
-    assert make_strategies(loaded).environments
+    assert make_strategies(loaded).has_environments
     answer = CliRunner().invoke(cli, ["config", "explain", AGENT, "--no-check", "--json"])
     assert {row["key"]: row["value"] for row in json.loads(answer.output)}["has_environment"] is True
 

@@ -13,7 +13,7 @@ from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.loading import load
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.recovery.source_fingerprints import changes, compute
+from staleflow.pipeline.recovery.source_fingerprints import compute, describe_changes
 from staleflow.stores.errors import ConfigError
 
 TWO = """
@@ -103,7 +103,7 @@ def test_keys_of_listed_sources_may_be_overridden(tmp_path: Path) -> None:
 def test_fingerprints_are_per_source(tmp_path: Path) -> None:
     config = read(tmp_path, TWO)
     changed = read(tmp_path, TWO, 'task.sources.b.template="{prompt}!"')
-    (line,) = changes(compute(config), compute(changed))
+    (line,) = describe_changes(compute(config), compute(changed))
     assert line == "template changed since the run began: b: task.template was '{prompt}', is '{prompt}!'"
 
 

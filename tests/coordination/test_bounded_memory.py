@@ -118,7 +118,7 @@ def test_a_coordinator_uses_bounded_memory_over_ten_thousand_trajectories() -> N
                 bench.tell(PullFinished(instance=name, version=PolicyVersion(trained)))
     limits = {
         "_notes": decision_log.MAX_NOTES, "_latest_lengths": forecast.WINDOW_LENGTHS,
-        "_sorted_lengths": forecast.WINDOW_LENGTHS, "_lengths": forecast.WINDOW_LENGTHS,
+        "_sorted_lengths": forecast.WINDOW_LENGTHS, "_refreshed_lengths": forecast.WINDOW_LENGTHS,
         "_tail_sums": forecast.WINDOW_LENGTHS + 1, "_errors": forecast.WINDOW_LENGTHS,
         "_notes[]": 4 * decision_log.MAX_NOTES, "_notes[][]": 2 * decision_log.MAX_NOTES,
         "_errors[]": 2 * forecast.WINDOW_LENGTHS,
@@ -220,6 +220,6 @@ async def test_transfers_forget_versions_that_are_not_used() -> None:
     for version in map(PolicyVersion, range(SOME + 10)):
         transfers.publish(version, "one", 10)
         assert await transfers.fetch(version, "two") == "v"
-        transfers.keep(())
+        transfers.remove_unused(())
     assert transfers.bytes_arrived == 5 * (SOME + 10)
     assert largest(transfers, (Servers,)) == {}

@@ -28,6 +28,7 @@ from staleflow.pipeline.coordination.commands import (
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.events import (
+    DecisionsContinued,
     EnvironmentFailed,
     EnvironmentStepped,
     EvaluationRequested,
@@ -38,7 +39,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceLost,
     InstanceReported,
     PullFinished,
-    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -101,7 +101,7 @@ class Bench:
             step_costs=cost,
             stragglers=entry(STRAGGLERS, stragglers, share=straggler_share),
             max_failures=max_attempts,
-            environments=environments,
+            has_environments=environments,
             serves_many_versions=adapters,
         )
         forecast = LengthForecast(100)
@@ -112,8 +112,8 @@ class Bench:
     def tell(self, event: Event) -> list[Command]:
         self.now += 1.0
         commands = self.coordinator.handle(event, self.now)
-        while self.coordinator.has_more_commands:
-            commands += self.coordinator.handle(RoutingContinued(), self.now)
+        while self.coordinator.has_more_decisions:
+            commands += self.coordinator.handle(DecisionsContinued(), self.now)
         self.route_numbers.update({c.trajectory: c.route_number for c in commands if isinstance(c, Route)})
         return commands
 

@@ -117,7 +117,7 @@ def test_a_resumed_episode_updates_the_forecast_like_a_whole_one() -> None:
     for bench in (whole, resumed):
         bench.sampled(0, 1000)
         bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
-    episodes = [bench.coordinator.forecast.episodes for bench in (whole, resumed)]
+    episodes = [bench.coordinator.forecast.sampled_token_share for bench in (whole, resumed)]
     assert [episode.expected_sampled_tokens(1000) for episode in episodes] == pytest.approx([100, 100])
 
 

@@ -145,7 +145,7 @@ def random_fleet(rng: random.Random) -> Bench:
     state.evaluation.evaluated_version = PolicyVersion(rng.randrange(-1, 2))
     state.evaluation.num_to_sample = rng.randrange(len(groups) + 1)
     for instance in state.fleet:
-        instance.pulling = rng.random() < 0.3
+        instance.is_pulling = rng.random() < 0.3
         instance.kv_tokens = rng.choice([0, 10, 90, 91])
         instance.num_eval_running = rng.randrange(3)
         instance.trajectories = dict.fromkeys(map(TrajectoryId, range(rng.randrange(5))))
@@ -179,7 +179,7 @@ def check_rules(bench: Bench) -> None:
     ready = [i for i in fleet if i.version == wanted and i.max_running and i.id not in evaluation.pinned_instances]
     after_a_pull = [
         i for i in fleet
-        if i.version != wanted == 1 and i.max_running and not i.pulling and i.id not in evaluation.pinned_instances
+        if i.version != wanted == 1 and i.max_running and not i.is_pulling and i.id not in evaluation.pinned_instances
     ]  # fmt: skip
     expected = [*sorted(ready, key=lambda i: i.kv_tokens), *sorted(after_a_pull, key=lambda i: i.kv_tokens)]
     assert pinning.choose_instances_to_pin() == expected[: max(0, missing)]

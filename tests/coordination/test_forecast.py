@@ -90,11 +90,11 @@ def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypa
         plain.add(group, length)
         assert learned.has_enough_lengths == (len(plain.known) >= 8)
         assert learned._correlation == pytest.approx(plain.correlation(), abs=1e-9)
-        assert learned.mean_position == pytest.approx(plain.position())
+        assert learned.mean_token_position == pytest.approx(plain.position())
         for of_group in (group, group + 50):
             for tokens in (0, length, rng.randrange(MOST + 20)):
                 expected = plain.remaining(of_group, tokens)
-                assert learned.expected_remaining(GroupId(of_group), tokens) == pytest.approx(expected)
+                assert learned.expected_remaining_tokens(GroupId(of_group), tokens) == pytest.approx(expected)
         if i % 7 == 0:
             learned.remove_group(GroupId(group))
             plain.siblings.pop(group)
@@ -102,8 +102,8 @@ def test_forecasts_match_plain_sums_over_finished_lengths(alike: float, monkeypa
 
 def test_the_initial_forecast_is_half_of_the_maximum() -> None:
     learned = LengthForecast(MOST)
-    assert (learned.expected_remaining(GroupId(0), 100), learned.mean_position) == (150.0, 100.0)
-    assert learned.expected_remaining(GroupId(0), MOST + 7) == 0.5
+    assert (learned.expected_remaining_tokens(GroupId(0), 100), learned.mean_token_position) == (150.0, 100.0)
+    assert learned.expected_remaining_tokens(GroupId(0), MOST + 7) == 0.5
     assert (learned.has_enough_lengths, learned._correlation) == (False, 0.0)
 
 
@@ -119,7 +119,7 @@ def test_lengths_of_two_kinds_give_the_sibling_correlation(lengths: tuple[int, i
         assert learned._correlation == pytest.approx(correlation, abs=0.05)
         for group in (198, 199):
             expected = plain.remaining(group, 5)
-            assert learned.expected_remaining(GroupId(group), 5) == pytest.approx(expected)
+            assert learned.expected_remaining_tokens(GroupId(group), 5) == pytest.approx(expected)
 
 
 def test_the_correlation_is_never_above_one() -> None:
@@ -148,4 +148,4 @@ def test_equal_lengths_give_no_sibling_correlation() -> None:
     for i in range(100):
         learned.observe(GroupId(i // 2), 50)
     assert learned._correlation == 0.0
-    assert learned.expected_remaining(GroupId(0), 20) == 30.0
+    assert learned.expected_remaining_tokens(GroupId(0), 20) == 30.0

@@ -28,6 +28,7 @@ from staleflow.pipeline.coordination.commands import (
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
+    DecisionsContinued,
     EnvironmentFailed,
     EnvironmentStepped,
     Event,
@@ -155,7 +156,7 @@ class TinyBody:
     def run(self) -> None:
         for name in ("a", "b"):
             self.join(name)
-        while not self.brain.finished:
+        while not self.brain.is_finished:
             assert self.pending, self.brain.explain_waiting()
             event = self.pending.pop(self.rng.randrange(len(self.pending)))
             if isinstance(event, EnvironmentFailed):
@@ -264,7 +265,7 @@ ADDED = (
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x","lost":true},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
     '"commands":[{"type":"Sleep","instance":"a","step":3}]}',
-    '{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"DecisionsContinued"},"commands":[]}',
 )
 """Lines with fields added by later versions."""
 
@@ -282,6 +283,12 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_an_event_is_read_by_its_former_name(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}\n')
+    assert [entry.event for entry in journal.JournalReader(path)] == [DecisionsContinued()]
+
+
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"events\.jsonl'$"):
         journal.open_part(tmp_path / "events.jsonl")
@@ -293,11 +300,11 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     whole = journal.JournalReader(path)
-    assert (len(list(whole)), whole.incomplete_line) == (len(lines), 0)
+    assert (len(list(whole)), whole.incomplete_line_number) == (len(lines), 0)
     for torn in (lines[-1][:20], lines[-1][:-2], bytes(40), b"\xff\n"):
         path.write_bytes(b"".join([*lines[:-1], torn]))
         entries = journal.JournalReader(path)
-        assert (len(list(entries)), entries.incomplete_line) == (len(lines) - 1, len(lines))
+        assert (len(list(entries)), entries.incomplete_line_number) == (len(lines) - 1, len(lines))
 
 
 @pytest.mark.parametrize(

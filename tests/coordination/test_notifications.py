@@ -13,6 +13,7 @@ import pytest
 
 from staleflow.pipeline.coordination.evaluations import Evaluations
 from staleflow.pipeline.coordination.events import (
+    DecisionsContinued,
     DecodeStats,
     EnvironmentFailed,
     EnvironmentStepped,
@@ -25,7 +26,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceReported,
     InstanceSlept,
     PullFinished,
-    RoutingContinued,
     RunResumed,
     StopRequested,
     Tick,
@@ -35,7 +35,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.coordination.forecast import EpisodeForecast, LengthForecast
+from staleflow.pipeline.coordination.forecast import LengthForecast, SampledTokenShare
 from staleflow.pipeline.coordination.state_counts import RunningMean, RunningMeans, TruncationCounts
 from staleflow.stores.in_flight.in_flight_state import NewGroup
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
@@ -43,15 +43,15 @@ from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     LengthForecast: ("observe", "remove_group"),
-    EpisodeForecast: ("observe",),
+    SampledTokenShare: ("observe",),
     Evaluations: ("begin", "pin", "unpin_lost", "count_sampled", "end_trajectory", "close"),
     TruncationCounts: ("count_consumed", "add"),
     RunningMean: ("add",),
 }
 """Methods of the coordinator's collaborators that change their state."""
 QUESTIONS = {
-    LengthForecast: {"expected_remaining"},
-    EpisodeForecast: {"expected_sampled_tokens"},
+    LengthForecast: {"expected_remaining_tokens"},
+    SampledTokenShare: {"expected_sampled_tokens"},
     Evaluations: {"unpin_idle_instances"},
     TruncationCounts: set(),
     RunningMean: set(),
@@ -289,7 +289,7 @@ CASES = (
         lambda: acted(NotedBench(eta=1, environments=True)),
         scored(0),
         (
-            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "Evaluations.count_sampled()",
+            "LengthForecast.observe(0, 5)", "SampledTokenShare.observe(5, 0)", "Evaluations.count_sampled()",
             "LengthForecast.remove_group(0)", "TruncationCounts.count_consumed(1)",
         ),
     ),
@@ -335,7 +335,7 @@ CASES = (
         lambda bench: StopRequested(why="test"),
         ("Evaluations.close()", "LengthForecast.remove_group(-1)"),
     ),
-    Case("routing goes on after its limit", routed(eta=1), lambda bench: RoutingContinued(), ()),
+    Case("routing goes on after its limit", routed(eta=1), lambda bench: DecisionsContinued(), ()),
     Case("time passes", routed(eta=1), lambda bench: Tick(), ()),
     Case(
         "a straggler is told to end",

@@ -116,3 +116,14 @@ def test_a_stop_ends_every_phase(phase: Phase) -> None:
     )
     assert (live.phase, live.instance, len(state.live_trajectories)) == (Phase.ENDED, None, 0)
     validate(state)
+
+
+def test_a_stop_counts_no_trajectory_twice() -> None:
+    state, live = state_with(Phase.DONE)
+    sibling = state.live_trajectories[TrajectoryId(1)]
+    for transition in WAYS[Phase.DONE]:
+        VERBS[transition](state, sibling)
+    state.occupy(live.group)
+    state.abort_all(AbortReason.RUN_ENDED)
+    assert not any(state.num_in_phase.values())
+    validate(state)

@@ -67,7 +67,7 @@ class RandomRun:
         for name in NAMES[:2]:
             self.tell(self.joined(name))
         for _ in range(NUM_EVENTS):
-            if self.coordinator.finished:
+            if self.coordinator.is_finished:
                 break
             if self.pending and self.rng.random() < 0.75:
                 event = self.pending.pop(self.rng.randrange(len(self.pending)))

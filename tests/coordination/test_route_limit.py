@@ -11,11 +11,11 @@ import pytest
 from benchmarks.routing_rules import Random
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Pull, Route, Train
-from staleflow.pipeline.coordination.coordinator import MAX_ROUTES
+from staleflow.pipeline.coordination.coordinator import MAX_ROUTES_PER_EVENT
 from staleflow.pipeline.coordination.events import (
+    DecisionsContinued,
     Event,
     GroupsArrived,
-    RoutingContinued,
     TrajectorySampled,
     TrajectoryScored,
     VersionPublished,
@@ -53,12 +53,12 @@ def routes(entries: list[JournalEntry]) -> list[Route]:
 def fill(bench: Bench, max_routes: int, seed: int) -> list[JournalEntry]:
     """Deliver all groups in one event, then continue routing until nothing is left to do."""
     entries: list[JournalEntry] = []
-    event: GroupsArrived | RoutingContinued = arrivals(seed)
-    while not entries or bench.coordinator.has_more_commands:
+    event: GroupsArrived | DecisionsContinued = arrivals(seed)
+    while not entries or bench.coordinator.has_more_decisions:
         bench.now += 1
         commands = bench.coordinator.handle(event, bench.now, max_routes=max_routes)
         entries.append(JournalEntry(now=bench.now, event=event, commands=tuple(commands)))
-        event = RoutingContinued()
+        event = DecisionsContinued()
     return entries
 
 
@@ -78,18 +78,20 @@ def test_any_event_continues_routing() -> None:
     bench = joined()
     first, *_ = bench.coordinator.handle(arrivals(0), 1.0, max_routes=7)
     assert isinstance(first, Route)
-    assert bench.coordinator.has_more_commands
+    assert bench.coordinator.has_more_decisions
     sampled = TrajectorySampled(trajectory=first.trajectory, route_number=first.route_number, tokens=5)
     commands = bench.coordinator.handle(sampled, 2.0)
-    assert sum(isinstance(command, Route) for command in commands) == MAX_ROUTES
-    assert bench.coordinator.has_more_commands
+    assert sum(isinstance(command, Route) for command in commands) == MAX_ROUTES_PER_EVENT
+    assert bench.coordinator.has_more_decisions
 
 
-@pytest.mark.parametrize("max_routes", [MAX_ROUTES, 2 * MAX_ROUTES, 10**6], ids=["", "of an earlier version", "whole"])
+@pytest.mark.parametrize(
+    "max_routes", [MAX_ROUTES_PER_EVENT, 2 * MAX_ROUTES_PER_EVENT, 10**6], ids=["", "of an earlier version", "whole"]
+)
 @pytest.mark.parametrize("room", [200, 60], ids=["room for all", "room for some"])
 def test_a_journal_of_sliced_routing_replays(max_routes: int, room: int) -> None:
     entries = fill(joined(room=room), max_routes, 0)
-    assert len(routes(entries)) > 2 * MAX_ROUTES
+    assert len(routes(entries)) > 2 * MAX_ROUTES_PER_EVENT
     replayed = journal.replay(joined(room=room).coordinator, entries)
     assert (replayed.difference, replayed.num_events) == ("", len(entries))
 
@@ -103,8 +105,8 @@ def burst(max_pulls: int, synchronization: str) -> list[JournalEntry]:
         bench.now += 1
         commands = bench.coordinator.handle(event, bench.now, max_pulls=max_pulls)
         entries.append(JournalEntry(now=bench.now, event=event, commands=tuple(commands)))
-        if bench.coordinator.has_more_commands:
-            tell(RoutingContinued())
+        if bench.coordinator.has_more_decisions:
+            tell(DecisionsContinued())
 
     tell(arrivals(0))
     for route in routes(entries)[:8]:
@@ -127,7 +129,7 @@ def crowd(synchronization: str) -> Bench:
 def test_a_version_is_pulled_in_slices_with_the_same_result(
     monkeypatch: pytest.MonkeyPatch, synchronization: str, num_pulls: int
 ) -> None:
-    monkeypatch.setattr(journal, "MAX_PULLS", 3)
+    monkeypatch.setattr(journal, "MAX_PULLS_PER_EVENT", 3)
     whole, sliced = (burst(limit, synchronization) for limit in (10**6, 3))
     flat = [[command for entry in entries for command in entry.commands] for entries in (whole, sliced)]
     assert flat[0] == flat[1]

@@ -186,7 +186,7 @@ def test_invalid_fleet_operations_raise_and_change_nothing() -> None:
 
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """Return the replan flags: batch, instances with pulls, capacity, routing."""
-    loads = [item.id for item in state.pop_loads_changed()]
+    loads = [item.id for item in state.pop_pull_candidates()]
     return state.pop_batch_changed(), list(loads), state.pop_admission_changed(), state.pop_routing_changed()
 
 
@@ -248,7 +248,7 @@ def test_a_batch_sets_replan_flags_from_scoring_to_pull() -> None:
     state.publish(PolicyVersion(1))
     assert changes(state) == (True, [A], True, True)
     state.start_pull(state.fleet[0])
-    assert (state.fleet[0].version, state.fleet[0].pulling) == (1, True)
+    assert (state.fleet[0].version, state.fleet[0].is_pulling) == (1, True)
     assert changes(state) == (False, [], False, True)
     validate(state)
 
@@ -281,7 +281,7 @@ def test_a_failed_trajectory_returns_to_its_delivered_tokens() -> None:
 
 def test_a_new_state_has_zero_times() -> None:
     state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
-    assert (state.now, state.trainer_waited_s, state.is_training, state.groups_requested) == (0.0, 0.0, False, 0)
+    assert (state.now, state.trainer_waited_s, state.is_training, state.num_requested_groups) == (0.0, 0.0, False, 0)
 
 
 def test_a_snapshot_counts_the_trajectories_of_each_phase() -> None:
@@ -366,7 +366,7 @@ OWNED = {
     "ledger": LEDGER_VERBS,
     "fleet": methods(Fleet)
     - {"get", "get_if_context_valid", "distinct_versions", "fitting_mask", "refusal_reason", "validate"},
-    "queue": methods(WorkQueue) - {"head", "levels", "count", "num_reserved"},
+    "queue": methods(WorkQueue) - {"head", "levels", "count", "num_continuable"},
     "live_trajectories": CHANGING_DICT,
     "unreserved_groups": CHANGING_SET,
     "pending_sleeps": CHANGING_SET,
@@ -457,7 +457,7 @@ def test_only_the_coordination_package_calls_ledger_methods_that_write() -> None
         "self._state.live_trajectories[3].queue_level = 2",
         "setattr(live, 'phase', Phase.DONE)",
         "instance.kv_tokens -= 3",
-        "self._fleet[0].pulling = False",
+        "self._fleet[0].is_pulling = False",
         "instance.trajectories[3] = None",
         "del instance.trajectories[3]",
         "instance.trajectories.pop(3)",

@@ -141,7 +141,7 @@ async def test_the_forecast_ends_before_the_folder_is_unlocked(
 
     def forecast(config: RunConfig, job_digest: str, stop: threading.Event) -> str:
         assert stop.wait(60.0)
-        locked.append(run_folder.in_use(config.run_dir))
+        locked.append(run_folder.is_in_use(config.run_dir))
         return ""
 
     async def refuse(*_: Any, **__: Any) -> None:

@@ -24,32 +24,32 @@ from staleflow.pipeline.recovery import job_record, run_folder
 from staleflow.stores.errors import ActorLost
 from tests.support import virtual_time
 
-WORKERS: Any = SimpleNamespace(waiting={}, client=None, start_s=1.0)
+WORKERS: Any = SimpleNamespace(waiting_actors={}, client=None, start_s=1.0)
 
 
 class DriverStub:
     """A driver that runs until it is stopped or fails."""
 
-    is_training = True
+    is_in_main_loop = True
 
     def __init__(self) -> None:
-        self.report = SimpleNamespace(stopped="")
+        self.report = SimpleNamespace(stop_reason="")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def decisions(self, count: int) -> list[Any]:
+    def latest_decisions(self, count: int) -> list[Any]:
         return []
 
-    def tokens_sampled(self) -> dict[str, int]:
+    def sampled_tokens_by_instance(self) -> dict[str, int]:
         return {}
 
-    def kept_tokens(self) -> dict[str, int]:
+    def kept_tokens_by_instance(self) -> dict[str, int]:
         return {}
 
     def retire(self, worker: str) -> str:
         return f"{worker} leaves"
 
     def stop(self, reason: str) -> None:
-        self.report.stopped = reason
+        self.report.stop_reason = reason
         self._end.set_result(None)
 
     def fail(self, error: BaseException) -> None:
@@ -100,7 +100,7 @@ def test_a_lost_report_is_sent_again_and_a_later_cancel_stops_the_run(
         steps.extend(arguments["steps"])
         return "cancelled" if number == 4 else ""
 
-    assert run(tmp_path, monkeypatch, reply).stopped == "cancelled"
+    assert run(tmp_path, monkeypatch, reply).stop_reason == "cancelled"
     assert (received.count("first"), steps) == (1, [{"step": 0.0}])
     assert received.count("tcp://host:1 leaves") == 1
 
@@ -154,12 +154,12 @@ def test_a_job_replaces_the_record_of_an_earlier_one(tmp_path: Path, earlier: st
     job_record.write(tmp_path, "old", {"submitted_at": 1.0}, [])
     assert job_record.read(tmp_path)["last"] == {"step": 4}
     if earlier:
-        (tmp_path / run_folder.RECORD).write_text(earlier)
+        (tmp_path / run_folder.JOB_RECORD_FILE).write_text(earlier)
     job_record.write(tmp_path, "new", {"steps": 9}, ["new line"])
     record = job_record.read(tmp_path)
     assert (record["id"], record["state"], record["why"], record["last"]) == ("new", "waiting", "", {})
     assert (record["submitted_at"] > 1.0, record["steps"]) == (True, 9)
-    assert job_record.log_lines(tmp_path)[1] == ["old line", "new line"]
+    assert job_record.read_log_lines(tmp_path)[1] == ["old line", "new line"]
 
 
 def answer_all(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def test_the_record_of_a_job_without_news_is_written_regularly(tmp_path: Path, m
         await job_reporter.report(None, "running", "")
         is_written = []
         for _ in range(2):
-            (tmp_path / run_folder.RECORD).unlink(missing_ok=True)
+            (tmp_path / run_folder.JOB_RECORD_FILE).unlink(missing_ok=True)
             await asyncio.sleep(0.6 * reporter.RECORD_INTERVAL_S)
             await job_reporter.report(None, "running", "")
             is_written.append(job_record.has_record(tmp_path))
@@ -237,7 +237,7 @@ def test_a_followed_log_ends_when_no_process_uses_the_folder(tmp_path: Path, mon
             reading = asyncio.ensure_future(collect())
             await asyncio.sleep(20.0)
             assert not reading.done()
-            with (tmp_path / job_record.LOG).open("a") as file:
+            with (tmp_path / job_record.LOG_FILE).open("a") as file:
                 file.write("half a ")
                 file.flush()
                 await asyncio.sleep(2.0)
@@ -248,12 +248,12 @@ def test_a_followed_log_ends_when_no_process_uses_the_folder(tmp_path: Path, mon
 
 
 def test_a_job_of_another_machine_uses_its_folder_while_it_reports(tmp_path: Path) -> None:
-    (tmp_path / run_folder.LOCK).write_text("process 1 on another-machine\n")
-    assert run_folder.in_use(tmp_path)
-    os.utime(tmp_path / run_folder.LOCK, (1.0, 1.0))
-    assert not run_folder.in_use(tmp_path)
+    (tmp_path / run_folder.LOCK_FILE).write_text("process 1 on another-machine\n")
+    assert run_folder.is_in_use(tmp_path)
+    os.utime(tmp_path / run_folder.LOCK_FILE, (1.0, 1.0))
+    assert not run_folder.is_in_use(tmp_path)
     job_record.write(tmp_path, "job", {}, [])
-    assert run_folder.in_use(tmp_path)
+    assert run_folder.is_in_use(tmp_path)
 
 
 @pytest.mark.parametrize("error", [None, ActorLost("rollout-0 is gone")])
@@ -265,7 +265,7 @@ async def test_a_submitted_job_writes_its_record_only_in_the_locked_folder(
     seen: list[tuple[str, str, bool]] = []
 
     async def look(event: str, *_: Any, **__: Any) -> Any:
-        seen.append((event, job_record.read(tmp_path)["state"], run_folder.in_use(tmp_path)))
+        seen.append((event, job_record.read(tmp_path)["state"], run_folder.is_in_use(tmp_path)))
 
     async def ask(client: Any, verb: str, **_: Any) -> bool:
         await look(verb)

@@ -123,7 +123,7 @@ def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: P
     undone = resumption.prepare(config)
     assert undone.version == trained - 1
     assert undone.fingerprint == first[trained - 2].weight_fingerprint
-    assert len(undone.steps) == trained - 1
+    assert len(undone.step_metrics) == trained - 1
     end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
     assert end.returncode == 0, end.stderr
     store = check(folder, trained + 1)
@@ -170,10 +170,10 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path, mon
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
     points = ResumePoints(folder / "resume")
-    assert resumption.resume_version(config) == 3
+    assert resumption.find_resume_version(config) == 3
     newest = points.path(PolicyVersion(3))
     newest.write_bytes(newest.read_bytes()[:-1000])
-    assert resumption.resume_version(config) == 2
+    assert resumption.find_resume_version(config) == 2
     remove_after, previous_trainer = ResumePoints.remove_after, ResumePoints(folder / "resume")
     previous_trainer.claim()
 
@@ -188,10 +188,10 @@ def test_an_incomplete_resume_point_is_skipped(stored: Path, tmp_path: Path, mon
     assert (folder / "checkpoints" / "step-000003-undone").is_dir()
     with pytest.raises(ConfigError, match="the run has no checkpoint"):
         find_checkpoint(folder)
-    assert (undone.version, undone.earlier_starts) == (2, 1)
+    assert (undone.version, undone.num_earlier_starts) == (2, 1)
     assert points.versions()[-1] == 2
     (folder / "events.jsonl").write_text("")  # as of a run that continued from there
-    assert resumption.prepare(config).earlier_starts == 2
+    assert resumption.prepare(config).num_earlier_starts == 2
     assert sum(r.kind == "step" for r in VersionedStore.open(folder / "store").commits()) == 2
 
 
@@ -203,9 +203,9 @@ def test_a_run_killed_before_its_first_resume_point_starts_again(stored: Path, t
     for point in list((folder / "resume").iterdir()):
         point.unlink()
     with pytest.raises(ConfigError, match="3 steps are stored but there is no complete resume point"):
-        resumption.resume_version(config)
+        resumption.find_resume_version(config)
     rarely = dataclasses.replace(config, training=dataclasses.replace(config.training, resume_every=2))
-    assert resumption.resume_version(rarely) == 0
+    assert resumption.find_resume_version(rarely) == 0
     assert resumption.prepare(rarely).version == 0
     assert VersionedStore.open(folder / "store").commits() == []
 

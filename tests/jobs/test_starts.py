@@ -19,19 +19,24 @@ PHASES = {
 
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
-    killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1},
-                       phases={**PHASES, "wall_s": 8.0})  # fmt: skip
+    killed = RunReport(actor_losses=["3.0 s: rollout-0 is gone"], alarms=["drift"],
+                       command_counts={"Route": 4, "Pull": 1},
+                       seconds_by_activity={**PHASES, "wall_s": 8.0})  # fmt: skip
     first = StartRecorder(tmp_path, 0, 0.0)
     first.on_status(None, killed)
-    killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
+    killed.command_counts["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
-    lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
+    lost = RunReport(command_counts={"Route": 2}, seconds_by_activity={**PHASES, "wall_s": 12.0})
     second = StartRecorder(tmp_path, 3, 10.0)
     second.on_status(None, lost)
     with pytest.raises(ActorLost), second.record_end():
         raise ActorLost("server is gone")
 
-    last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
+    last = RunReport(
+        actor_losses=["20.0 s: reward-0 is gone"],
+        command_counts={"Route": 1, "Train": 5},
+        seconds_by_activity=dict(PHASES),
+    )
     third = StartRecorder(tmp_path, 4, 12.0)
     with third.record_end():
         third.on_status(None, last)
@@ -55,7 +60,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 def test_a_stop_is_recorded(tmp_path: Path) -> None:
     recorder = StartRecorder(tmp_path, 0, 0.0)
     with recorder.record_end():
-        recorder.on_status(None, RunReport(stopped="cancelled"))
+        recorder.on_status(None, RunReport(stop_reason="cancelled"))
     with pytest.raises(KeyboardInterrupt), StartRecorder(tmp_path, 0, 0.0).record_end():
         raise KeyboardInterrupt
     with pytest.raises(OSError, match="disk"), StartRecorder(tmp_path, 0, 0.0).record_end():
@@ -79,7 +84,7 @@ def test_a_new_run_has_no_starts_and_a_corrupt_file_is_named(tmp_path: Path) -> 
 
 def test_starts_are_written_once_per_step_and_at_most_twice_a_second(tmp_path: Path) -> None:
     starts, outcomes = StartRecorder(tmp_path, 0, 0.0), RunReport()
-    outcomes.commands["Route"] = 1
+    outcomes.command_counts["Route"] = 1
     starts.on_status(None, outcomes)
     assert read_start_records(tmp_path) == [Start(0)]
     outcomes.steps.append({"step": 0.0})

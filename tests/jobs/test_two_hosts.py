@@ -20,7 +20,7 @@ from benchmarks.soaking.counting import prompts
 from benchmarks.soaking.job import NAME, Job
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.coordination.journal import recorded_starts
+from staleflow.pipeline.coordination.journal import list_start_files
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.jobs.test_jobs import Cluster, actor_processes, manual_cluster
@@ -88,7 +88,7 @@ def sampled_again(run_dir: Path) -> dict[int, int]:
     """Return by trajectory the tokens that were reported and then neither continued nor stored."""
     reached: dict[int, int] = {}
     again: dict[int, int] = {}
-    for _, path in recorded_starts(run_dir):
+    for _, path in list_start_files(run_dir):
         for entry in journal.JournalReader(path):
             match entry.event:
                 case InstanceReported(progress=progress):

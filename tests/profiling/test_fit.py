@@ -101,21 +101,21 @@ def learned_forecast(lengths: list[list[int]], max_tokens: int = 16_000) -> Leng
 def test_the_forecast_is_the_mean_of_longer_responses() -> None:
     forecast = learned_forecast([[n] for n in range(1, 1001)])
     unknown = GroupId(-1)
-    assert forecast.expected_remaining(unknown, 0) == pytest.approx(500, rel=0.05)
-    assert forecast.expected_remaining(unknown, 500) == pytest.approx(250, rel=0.05)
+    assert forecast.expected_remaining_tokens(unknown, 0) == pytest.approx(500, rel=0.05)
+    assert forecast.expected_remaining_tokens(unknown, 500) == pytest.approx(250, rel=0.05)
 
 
 def test_with_a_heavy_tail_the_forecast_grows_with_the_length() -> None:
     rng = np.random.default_rng(0)
     forecast = learned_forecast([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
-    remaining = [forecast.expected_remaining(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
+    remaining = [forecast.expected_remaining_tokens(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
     assert remaining == sorted(remaining)
 
 
 def test_the_initial_forecast_is_half_of_the_maximum() -> None:
     forecast = learned_forecast([[10]] * 5, max_tokens=1000)
     assert not forecast.has_enough_lengths
-    assert forecast.expected_remaining(GroupId(0), 200) == 400
+    assert forecast.expected_remaining_tokens(GroupId(0), 200) == 400
 
 
 def test_siblings_improve_the_forecast_by_their_correlation() -> None:
@@ -126,16 +126,16 @@ def test_siblings_improve_the_forecast_by_their_correlation() -> None:
         lengths = (500 * np.exp(0.7 * z)).astype(int).tolist()
         forecast = learned_forecast([*lengths, [1500], [150]])
         assert forecast._correlation == pytest.approx(correlation, abs=0.1)
-        after_long = forecast.expected_remaining(GroupId(800), 0)
-        after_short = forecast.expected_remaining(GroupId(801), 0)
+        after_long = forecast.expected_remaining_tokens(GroupId(800), 0)
+        after_short = forecast.expected_remaining_tokens(GroupId(801), 0)
         assert (after_long > 2 * after_short) is (correlation > 0)
         forecast.remove_group(GroupId(800))
-        assert forecast.expected_remaining(GroupId(800), 0) == forecast.expected_remaining(GroupId(-1), 0)
+        assert forecast.expected_remaining_tokens(GroupId(800), 0) == forecast.expected_remaining_tokens(GroupId(-1), 0)
 
 
 def test_the_window_follows_a_drifting_policy() -> None:
     forecast = learned_forecast([[100]] * 5000 + [[900]] * 5000)
-    assert forecast.expected_remaining(GroupId(-1), 0) == pytest.approx(900)
+    assert forecast.expected_remaining_tokens(GroupId(-1), 0) == pytest.approx(900)
 
 
 # -- the command -------------------------------------------------------------------------------------------------

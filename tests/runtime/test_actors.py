@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime.step_records import StepRecords
+from staleflow.pipeline.runtime.step_records import RecordBuilder
 from staleflow.pipeline.runtime.weight_verification import (
     DRIFT_FACTOR,
     MAX_INITIAL_DRIFT,
@@ -57,8 +57,8 @@ async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> N
     """The new one is placed beside a live actor."""
     async with body.placed(hosts=INSTANCES_APART) as stage:
         beside = stage.workers.placed["parameters-two"].address
-        lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
-        assert lost.placed.address == beside
+        lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed_actor.address != beside)
+        assert lost.placed_actor.address == beside
         stage.actors.record_loss(lost.id, ActorLost(lost.id))
         assert "parameters-two" not in stage.workers.placed
         stage.publish(V1)
@@ -239,7 +239,7 @@ async def test_an_instance_with_wrong_logprobs_is_refused_and_named(body: Body) 
 )
 def test_any_held_out_prompt_makes_a_probe(prompts: list[Sequence[int]], probe: tuple[int, ...]) -> None:
     """A sequence of one token has no logprobs to compare."""
-    verification = WeightVerification(RunConfig(), context=256)
+    verification = WeightVerification(RunConfig(), context_length=256)
     verification.set_probe(prompts)
     assert verification.probe == probe
 
@@ -372,7 +372,7 @@ async def test_a_retired_instance_frees_its_worker(body: Body) -> None:
     async with body.placed() as stage:
         instance = first(stage)
         await stage.actors.retire(instance)
-        assert instance.placed.name not in stage.workers.placed
+        assert instance.placed_actor.name not in stage.workers.placed
         assert instance.id not in stage.actors.instances
 
 
@@ -413,10 +413,10 @@ async def test_close_does_not_raise_when_actors_are_gone(body: Body) -> None:
 
 @pytest.mark.parametrize("prompts", [[], [(5, 6, 7)]])
 def test_a_step_has_a_drift_only_if_logprobs_were_compared(prompts: list[Sequence[int]]) -> None:
-    verification = WeightVerification(RunConfig(), context=256)
+    verification = WeightVerification(RunConfig(), context_length=256)
     verification.set_probe(prompts)
     ledger = SimpleNamespace(num_started=0, num_ended={}, next_step=0, version=0)
-    records = StepRecords(
+    records = RecordBuilder(
         cast(Any, SimpleNamespace(mixture=None, ledger=ledger)),
         cast(Any, SimpleNamespace(verification=verification, instances={})),
         [],

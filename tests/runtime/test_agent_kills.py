@@ -163,4 +163,4 @@ def test_turns_received_by_agents_equal_stored_turns_after_a_kill(job: Path, vic
     else:
         assert failed
         assert all("is not repeatable; start it again" in error for error in failed)
-        assert "environment-0" in driver.report.losses[0]
+        assert "environment-0" in driver.report.actor_losses[0]

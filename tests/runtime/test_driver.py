@@ -26,9 +26,9 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, Discard, Train
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
+    DecisionsContinued,
     Event,
     GroupsArrived,
-    RoutingContinued,
     Tick,
     TrajectoryScored,
     VersionPublished,
@@ -63,7 +63,7 @@ from tests.support.scripted import World
 
 def test_a_run_without_faults_completes_its_steps_and_invariants_hold(body: Body) -> None:
     run = body.checked_run()
-    assert run.outcomes.losses == []
+    assert run.outcomes.actor_losses == []
     assert run.workers.actor("trainer").saved == [str(run.config.run_dir / "checkpoints" / "step-000003")]
     assert all(run.workers.actor(name).engine.closed for name in ("rollout-0", "rollout-1"))
 
@@ -98,14 +98,14 @@ def test_many_groups_arrive_in_several_events(body: Body) -> None:
     )  # fmt: skip
     arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
     assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
-    assert any(isinstance(entry.event, RoutingContinued) for entry in run.entries)
+    assert any(isinstance(entry.event, DecisionsContinued) for entry in run.entries)
 
 
 def test_other_calls_run_between_two_events(body: Body) -> None:
     nums_queued: list[int] = []
 
     async def count_queued(run: Run) -> None:
-        await until(run, lambda: run.driver.is_training)
+        await until(run, lambda: run.driver.is_in_main_loop)
         for _ in range(20):
             run.driver._inbox.put_nowait(Tick())
         while not run.driver._inbox.empty():
@@ -117,12 +117,12 @@ def test_other_calls_run_between_two_events(body: Body) -> None:
     assert all(first - second <= 1 for first, second in pairwise(nums_queued))
 
 
-@pytest.mark.parametrize("commands_per_call", [driver.COMMANDS_PER_CALL, 0], ids=["", "all are long"])
+@pytest.mark.parametrize("long_event_commands", [driver.LONG_EVENT_COMMANDS, 0], ids=["", "all are long"])
 def test_other_calls_run_between_the_parts_of_a_long_event(
-    body: Body, monkeypatch: pytest.MonkeyPatch, commands_per_call: int
+    body: Body, monkeypatch: pytest.MonkeyPatch, long_event_commands: int
 ) -> None:
     """An event is long if it has many commands or takes a batch. Its parts include the journal and measurements."""
-    monkeypatch.setattr(driver, "COMMANDS_PER_CALL", commands_per_call)
+    monkeypatch.setattr(driver, "LONG_EVENT_COMMANDS", long_event_commands)
     waits: list[bool] = []
     append, observe = RunJournal.append, Measurements.observe
 
@@ -132,7 +132,7 @@ def test_other_calls_run_between_the_parts_of_a_long_event(
         asyncio.get_running_loop().call_soon(waits.append, False)
 
     def observe_and_check(self: Measurements, now: float, event: Event, commands: Sequence[Command]) -> None:
-        is_long = len(commands) > commands_per_call or any(isinstance(command, Train) for command in commands)
+        is_long = len(commands) > long_event_commands or any(isinstance(command, Train) for command in commands)
         assert waits[-1] is not is_long
         observe(self, now, event, commands)
 
@@ -144,7 +144,7 @@ def test_other_calls_run_between_the_parts_of_a_long_event(
 
 def test_an_event_is_journalled_before_other_calls_run(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a step could be stored, and the process end, before the journal has the event after which it is stored."""
-    monkeypatch.setattr(driver, "COMMANDS_PER_CALL", 0)
+    monkeypatch.setattr(driver, "LONG_EVENT_COMMANDS", 0)
     not_journalled: list[Event] = []
     handle, append = Coordinator.handle, RunJournal.append
 
@@ -171,7 +171,7 @@ def test_garbage_older_than_a_tick_is_collected_once_an_hour(
     are_collected: list[bool] = []
 
     async def drop_cycle(run: Run) -> None:
-        await until(run, lambda: run.driver.is_training)
+        await until(run, lambda: run.driver.is_in_main_loop)
         cycle: Any = World()
         cycle.itself, reference = cycle, weakref.ref(cycle)
         await asyncio.sleep(1.5 * driver.TICK_S)
@@ -299,7 +299,7 @@ def test_a_parameter_server_that_fails_to_prune_does_not_stop_the_run(body: Body
     """The host keeps more versions than needed for a while."""
     faults = [Fault(actor="parameters-two", method="prune", **how)]
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
-    assert run.outcomes.losses == []
+    assert run.outcomes.actor_losses == []
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
@@ -371,7 +371,7 @@ def test_the_store_has_the_times_of_the_run_clock(
             Fault(actor="server", method="__init__", nth=2, late_s=5.0),
         ]
     run = body.run(faults=faults)
-    assert bool(run.outcomes.losses) == server_lost
+    assert bool(run.outcomes.actor_losses) == server_lost
     scored = {e.event.trajectory: e.now for e in run.entries if isinstance(e.event, TrajectoryScored)}
     stored = {t.id: t.timings.rewarded_s for t in consumed(run)}
     assert stored
@@ -394,7 +394,7 @@ def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) ->
     run = body.run("staleness.eta=0", hosts=hosts, faults=slow, world=World(num_bytes=10**6))
     if arrives:
         run.check()
-        assert run.outcomes.losses == []
+        assert run.outcomes.actor_losses == []
     else:
         assert str(run.raised()).startswith("no progress for 30 s (deadlines.stuck_s)")
         run.check_kept()
@@ -404,13 +404,13 @@ def test_weights_that_load_slowly_do_not_count_as_a_stuck_run(body: Body) -> Non
     """The timeout of a load grows with its bytes."""
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
-    assert run.outcomes.losses == []
+    assert run.outcomes.actor_losses == []
 
 
 def test_a_slow_batch_of_rewards_does_not_count_as_a_stuck_run(body: Body) -> None:
     """Each response is scored within its timeout, and all of them take longer than stuck_s."""
     run = body.checked_run("batch.groups_per_step=4", "rollout.engine.max_running=8", world=World(reward_s=8.0))
-    assert run.outcomes.losses == []
+    assert run.outcomes.actor_losses == []
 
 
 @pytest.mark.parametrize(("only", "alone"), [("rollout-0", "rollout.instances=1"), ("reward-0", "reward.workers=1")])
@@ -418,13 +418,13 @@ def test_a_run_is_not_stuck_while_its_only_actor_of_a_role_is_replaced(body: Bod
     """It is placed within start_s, which is more than stuck_s."""
 
     async def kill(run: Run) -> None:
-        await until(run, lambda: run.driver.is_training)
+        await until(run, lambda: run.driver.is_in_main_loop)
         await asyncio.sleep(1.0)
         run.workers.kill(only)
 
     late = Fault(actor=only, method="__init__", nth=2, late_s=40.0)
     run = body.checked_run(alone, faults=[late], meanwhile=kill)
-    assert len(run.outcomes.losses) == 1
+    assert len(run.outcomes.actor_losses) == 1
 
 
 def test_a_long_training_step_does_not_count_as_a_stuck_run(body: Body) -> None:
@@ -448,7 +448,7 @@ def test_an_instance_lost_during_the_last_pull_is_replaced(body: Body) -> None:
     last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
     run = body.checked_run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
     assert evaluations(run) == [0, 3]
-    assert len(run.outcomes.losses) == 1
+    assert len(run.outcomes.actor_losses) == 1
 
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])
@@ -508,7 +508,10 @@ def test_a_stopped_run_resumes_at_its_step(body: Body) -> None:
     (folder / "store").mkdir()
     steps = tuple(dict(s) for s in first.outcomes.steps)
     resumption = Resumption(
-        version=PolicyVersion(trained), fingerprint=f"weights-{trained}", steps=steps, elapsed_s=steps[-1]["elapsed_s"]
+        version=PolicyVersion(trained),
+        fingerprint=f"weights-{trained}",
+        step_metrics=steps,
+        elapsed_s=steps[-1]["elapsed_s"],
     )
     second = body.run(config=first.config, world=first.world, resumption=resumption)
     if second.error is not None:

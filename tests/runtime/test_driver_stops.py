@@ -34,7 +34,7 @@ def test_a_stop_during_training_stores_the_finished_step(body: Body) -> None:
     run = body.run("steps=9", faults=faults, meanwhile=meanwhile)
     assert run.error is None
     assert not run.stopped_at_once
-    assert run.outcomes.stopped == "interrupted"
+    assert run.outcomes.stop_reason == "interrupted"
     assert [(r.kind, r.step) for r in run.records] == [("step", 0), ("step", 1), ("end", 2)]
     assert run.workers.actor("trainer").saved[-1].endswith("step-000002")
     run.check_kept()
@@ -51,7 +51,7 @@ def test_a_stop_takes_effect_when_the_next_batch_is_ready(body: Body) -> None:
         run.driver.stop("interrupted")
 
     run = body.run("steps=9", world=World(train_s=9.0, length=lambda _: 5), meanwhile=meanwhile)
-    assert run.outcomes.stopped == "interrupted"
+    assert run.outcomes.stop_reason == "interrupted"
     assert [(r.kind, r.step) for r in run.records] == [("step", 0), ("step", 1), ("step", 2), ("end", 3)]
     assert run.workers.methods("trainer").count("train") == 3
     run.check_kept()
@@ -75,7 +75,7 @@ def stop_while_sampling(body: Body, *overrides: str, faults: Sequence[Fault] = (
 
 def test_a_stop_outside_training_ends_the_run_within_a_second(body: Body) -> None:
     run, seconds = stop_while_sampling(body)
-    assert run.outcomes.stopped == "terminated"
+    assert run.outcomes.stop_reason == "terminated"
     assert [r.kind for r in run.records] == ["end"]
     assert seconds < 1.1
 
@@ -100,7 +100,7 @@ def test_a_second_stop_does_not_wait_for_the_training_step(body: Body) -> None:
 
     run = body.run(world=World(train_s=30.0), meanwhile=meanwhile)
     assert run.stopped_at_once
-    assert run.outcomes.stopped == "interrupted"
+    assert run.outcomes.stop_reason == "interrupted"
     assert run.ended_s - when < 0.1
     assert run.records == []
 

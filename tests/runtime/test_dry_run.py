@@ -72,7 +72,7 @@ def test_a_dry_run_consumes_the_trajectories_of_the_simulation(dry_job: Path) ->
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     summary = summary_of(end.run_dir)
     assert {k: summary["commands"][k] for k in ("Route", "Score", "Train")} == {
-        k: trace.commands[k] for k in ("Route", "Score", "Train")
+        k: trace.command_counts[k] for k in ("Route", "Score", "Train")
     }
     assert summary["response_tokens"] == sum(s.tokens for s in trace.steps)
     assert summary["seconds"]["decide_s"] > 0

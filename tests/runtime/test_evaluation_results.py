@@ -115,7 +115,7 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
     assert result.sampled == result.greedy == pytest.approx(2 / 3)
     assert result.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
     assert (result.sampled_failed, result.greedy_failed) == (2, 2)
-    assert (result.reward_fingerprint, result.changed) == ("r", ("a change of held-out",))
+    assert (result.reward_fingerprint, result.input_changes) == ("r", ("a change of held-out",))
     assert result.line == (
         "held-out reward at version 3: 0.667 ± 0.333 [0.208, 0.939] at temperature, 0.667 ± 0.333 [0.208, 0.939] "
         f"greedy (5 prompts, 2 not scored; first: {result.failure})"

@@ -23,7 +23,7 @@ def sources(tmp_path: Path) -> Path:
 def changes_since(job: Path, sources: Path, *after: str) -> list[str]:
     """Return the changes caused by these overrides and by edits since the fingerprints were written."""
     config = loading.load(job, (*_sets(sources), *after))
-    return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
+    return source_fingerprints.describe_changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
 
 
 def _sets(sources: Path) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def test_changed_rows_of_an_environment_are_named(job: Path, sources: Path) -> N
     before = source_fingerprints.compute(loading.load(job, own))
     assert "rows.jsonl" not in str(before.data)
     (sources / "rows.jsonl").write_text('{"prompt": "c"}\n')
-    (line,) = source_fingerprints.changes(before, source_fingerprints.compute(loading.load(job, own)))
+    (line,) = source_fingerprints.describe_changes(before, source_fingerprints.compute(loading.load(job, own)))
     assert line.startswith(f"data changed since the run began: file was {before.data['file']!r}, is '")
 
 
@@ -94,19 +94,19 @@ def test_an_evaluation_set_has_fingerprints_of_its_reward_and_data(job: Path, so
     assert same(before, after, "held-out") == {"template"}
     assert same(before, after, "harder") == {"reward", "template"}
     assert same(before, after, "other") == {"reward", "data", "template"}
-    lines = source_fingerprints.changes(read, after)
+    lines = source_fingerprints.describe_changes(read, after)
     assert [line.split(" changed")[0] for line in lines] == ["reward", "data", "evaluation.sets.harder: data"]
-    assert source_fingerprints.changes_of(lines, "held-out") == lines[:2]
-    assert source_fingerprints.changes_of(lines, "harder") == lines[2:]
-    assert source_fingerprints.changes_of(lines, "other") == []
+    assert source_fingerprints.select_changes(lines, "held-out") == lines[:2]
+    assert source_fingerprints.select_changes(lines, "harder") == lines[2:]
+    assert source_fingerprints.select_changes(lines, "other") == []
 
     (sources / "strict.py").write_text("def score(answer, record):\n    return 1.0\n")
     (sources / "theirs.jsonl").write_text('{"prompt": "c", "answer": 4}\n')
     assert same(after, now(), "held-out") == {"reward", "data", "template"}
     assert same(after, now(), "harder") == {"data", "template"}
     assert same(after, now(), "other") == {"template"}
-    lines = source_fingerprints.changes(after, now("task.template=Q: {prompt}"))
-    assert [line.split(" changed")[0] for line in source_fingerprints.changes_of(lines, "other")] == [
+    lines = source_fingerprints.describe_changes(after, now("task.template=Q: {prompt}"))
+    assert [line.split(" changed")[0] for line in source_fingerprints.select_changes(lines, "other")] == [
         "evaluation.sets.other: reward",
         "evaluation.sets.other: data",
         "template",
@@ -119,15 +119,15 @@ def test_packages_and_the_chat_template_are_part_of_the_fingerprint(
     config = loading.load(job)
     source_fingerprints.write(sources, source_fingerprints.compute(config))
     monkeypatch.setattr(metadata, "version", lambda package: "99")
-    lines = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
+    lines = source_fingerprints.describe_changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: package reasoning-gym",
         "data changed since the run began: package reasoning-gym",
     ]
     chat = source_fingerprints.compute(loading.load(job, ("task.chat=true",)))
-    assert len(chat.template["chat template"]) == source_fingerprints.DIGITS
+    assert len(chat.template["chat template"]) == source_fingerprints.HASH_DIGITS
     module = source_fingerprints.compute(loading.load(job, ("reward.function=operator:contains",)))
-    assert len(module.reward["code"]) == source_fingerprints.DIGITS
+    assert len(module.reward["code"]) == source_fingerprints.HASH_DIGITS
 
 
 @pytest.mark.parametrize("use", ["steps=1", "weight=0.1"])
@@ -137,7 +137,9 @@ def test_a_change_of_the_examples_is_reported(job: Path, sources: Path, use: str
     config = loading.load(job, (f"training.sft={{{use}, source='jsonl:{examples}'}}",))
     source_fingerprints.write(sources, source_fingerprints.compute(config))
     examples.write_text('{"prompt": "a", "answer": "2"}\n')
-    (line,) = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
+    (line,) = source_fingerprints.describe_changes(
+        source_fingerprints.read(sources), source_fingerprints.compute(config)
+    )
     assert line.startswith("data changed since the run began: examples' file was")
 
 
@@ -147,7 +149,7 @@ def test_each_reward_part_and_its_weight_are_part_of_the_fingerprint(job: Path, 
     source_fingerprints.write(sources, source_fingerprints.compute(loading.load(job, parts)))
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
     now = source_fingerprints.compute(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
-    lines = source_fingerprints.changes(source_fingerprints.read(sources), now)
+    lines = source_fingerprints.describe_changes(source_fingerprints.read(sources), now)
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: mine's code",
         "reward changed since the run began: verifier's weight",

@@ -65,7 +65,7 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
             for attempt in range(MAX_REPLACEMENTS + 1):
                 instance = await actors.place_instance(index)
                 if attempt < MAX_REPLACEMENTS:
-                    actors.record_loss(instance.placed.name, ActorLost("gone"))
+                    actors.record_loss(instance.placed_actor.name, ActorLost("gone"))
         return cluster
 
     return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
@@ -85,7 +85,7 @@ def test_joined_and_lost_instances_are_logged(tmp_path: Path, caplog: pytest.Log
 def test_instance_seeds_are_unique_across_replacements_and_resumes(tmp_path: Path) -> None:
     fresh = seeds_of(None, tmp_path, 300)
     assert len(fresh) == 300 * (MAX_REPLACEMENTS + 1)
-    again = seeds_of(Resumption(version=PolicyVersion(0), earlier_starts=1), tmp_path, 300)
-    later = seeds_of(Resumption(version=PolicyVersion(4), earlier_starts=2), tmp_path, 300)
+    again = seeds_of(Resumption(version=PolicyVersion(0), num_earlier_starts=1), tmp_path, 300)
+    later = seeds_of(Resumption(version=PolicyVersion(4), num_earlier_starts=2), tmp_path, 300)
     assert len({*fresh.values(), *again.values(), *later.values()}) == 3 * len(fresh)
     assert seeds_of(None, tmp_path, 300) == fresh

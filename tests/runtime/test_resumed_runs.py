@@ -83,9 +83,9 @@ def resumption_of(run: Run, undone: int) -> Resumption:
     return Resumption(
         version=PolicyVersion(version),
         fingerprint=f"weights-{version}" if version else "",
-        steps=steps,
+        step_metrics=steps,
         elapsed_s=steps[-1]["elapsed_s"] if steps else 0.0,
-        earlier_starts=starts,
+        num_earlier_starts=starts,
     )
 
 
@@ -93,7 +93,7 @@ def kill_when(when: Callable[[Run], bool]) -> Script:
     """End everything at once when `when` holds, without notifying any actor."""
 
     async def kill(run: Run) -> None:
-        while run.driver is None or not run.driver.is_training or not when(run):
+        while run.driver is None or not run.driver.is_in_main_loop or not when(run):
             await asyncio.sleep(0.01)
         for placed in list(run.workers.placed.values()):
             placed.future.dead = True
@@ -105,7 +105,7 @@ def kill_when(when: Callable[[Run], bool]) -> Script:
 
 def kill_after_commands(count: int) -> Script:
     """End everything at once when more than `count` commands were carried out."""
-    return kill_when(lambda run: sum(run.outcomes.commands.values()) > count)
+    return kill_when(lambda run: sum(run.outcomes.command_counts.values()) > count)
 
 
 def resumed_event(run: Run) -> RunResumed:
@@ -151,7 +151,7 @@ def test_finished_and_partial_responses_of_a_killed_run_continue(body: Body) -> 
     world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
 
     def scored_some(run: Run) -> bool:
-        return len(run.records) == 2 and run.outcomes.commands["Score"] > 12
+        return len(run.records) == 2 and run.outcomes.command_counts["Score"] > 12
 
     first = body.run(*BASE, world=world, meanwhile=kill_when(scored_some))
     assert first.stopped_at_once
@@ -207,7 +207,7 @@ def test_an_outage_of_the_bucket_during_the_resume_is_waited_out(body: Body) -> 
     first = body.run(*BASE, "deadlines.commit_s=400", world=world, meanwhile=kill_after_commands(40))
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), meanwhile=fail_bucket)
     check_whole(second)
-    assert second.outcomes.losses == []
+    assert second.outcomes.actor_losses == []
     assert first.config.deadlines.start_s < 300 < second.ended_s
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_silent_during_the_resume_is_replaced(body: Body) -> No
     silent = [Fault(actor="server", method=method, silent="before") for method in ("resume", "held_out_notice")]
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), faults=silent)
     check_whole(second)
-    (loss,) = second.outcomes.losses
+    (loss,) = second.outcomes.actor_losses
     assert "deadlines.silent_s" in loss
 
 
@@ -283,7 +283,7 @@ def test_a_stopped_and_resumed_run_loses_no_token(body: Body) -> None:
     world = World(length=lambda trajectory: 120 if trajectory % 4 == 3 else 8)
 
     async def stop(run: Run) -> None:
-        while run.driver is None or len(run.outcomes.steps) < 2 or run.outcomes.commands["Score"] <= 12:
+        while run.driver is None or len(run.outcomes.steps) < 2 or run.outcomes.command_counts["Score"] <= 12:
             await asyncio.sleep(0.01)
         run.driver.stop("interrupted")
 
@@ -335,7 +335,7 @@ def test_a_resumed_group_that_is_at_once_too_old_does_not_stop_the_run(body: Bod
         async with body.placed(*shape) as stage:
             driver = Driver(stage.config, stage.actors, stage.config.run_dir, RunListener())
             await driver._handle(RunResumed(step=1, num_ended=(("consumed:none", 2),), groups=groups))
-            kinds, queued = list(driver.report.commands), list(driver._score_queue._num_tokens.values())
+            kinds, queued = list(driver.report.command_counts), list(driver._score_queue._num_tokens.values())
             await driver.close()
             return kinds, queued
 

@@ -21,7 +21,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.journal import recorded_starts
+from staleflow.pipeline.coordination.journal import list_start_files
 from staleflow.pipeline.jobs.execution import RunEnd, execute
 from staleflow.pipeline.processes.dask_workers import DaskWorkers, connect
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
@@ -53,7 +53,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
     assert result.findings == ()
     assert result.num_steps == steps
     num_commands = 0
-    for config, events in recorded_starts(folder):
+    for config, events in list_start_files(folder):
         coordinator = make_coordinator(loading.load(config), validate_every_event=True)
         replayed = journal.replay(coordinator, journal.JournalReader(events))
         assert replayed.difference == ""
@@ -187,7 +187,7 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
         struck.append(await process_of(cluster, "rollout-0"))
         os.kill(struck[0], blow)
         steps = len(driver.report.steps)
-        while not driver.report.losses or len(driver.report.steps) < steps + 2:
+        while not driver.report.actor_losses or len(driver.report.steps) < steps + 2:
             await asyncio.sleep(0.05)
         os.kill(await process_of(cluster, role), signal.SIGKILL)
 
@@ -196,7 +196,7 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: si
         driver = asyncio.run(run_and_interfere(job, overrides, interfere))
     finally:
         kill_left(struck)
-    first, second = driver.report.losses
+    first, second = driver.report.actor_losses
     assert "rollout-0 " in first and f"{role} is gone" in second
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 8 * 16
@@ -209,7 +209,7 @@ def test_a_killed_teacher_is_replaced_and_steps_are_verified_without_it(job: Pat
     kl = "training.kl={coefficient=1.0, estimator='k1', place='advantage'}"
     overrides = ("task.eval_prompts=0", "steps=4", "training.advantage=none", kl, "teacher.instances=1")
     driver = run_and_strike(job, overrides, "teacher-0", signal.SIGKILL)
-    (loss,) = driver.report.losses
+    (loss,) = driver.report.actor_losses
     assert "teacher-0 is gone" in loss
     folder = job.parent / "runs" / "job"
     consumed = [row.trajectory for row in check(folder, 4).trajectories() if row.fate is Fate.CONSUMED]

@@ -41,7 +41,7 @@ def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, train
 
     async def strike(driver: Driver, cluster: DaskWorkers) -> None:
         process, turns = await process_of(cluster, victim), driver._actors._device_turns
-        while turns._training is not trainer_turn or (not trainer_turn and not turns._awake):
+        while turns._is_training is not trainer_turn or (not trainer_turn and not turns._awake):
             await asyncio.sleep(0.001)
         os.kill(process, signal.SIGKILL)
 
@@ -53,7 +53,7 @@ def test_a_process_killed_in_each_turn_is_replaced(job: Path, victim: str, train
         f"staleness.eta={eta}",
     )
     driver = asyncio.run(run_and_interfere(job, overrides, strike))
-    (loss,) = driver.report.losses
+    (loss,) = driver.report.actor_losses
     assert f"{victim} is gone" in loss
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16

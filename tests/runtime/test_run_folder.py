@@ -141,7 +141,7 @@ def test_a_lock_file_removed_during_locking_still_excludes_others(
     def late(file: Any, how: int) -> None:
         if not removed:
             removed.append(file)
-            (tmp_path / run_folder.LOCK).unlink()
+            (tmp_path / run_folder.LOCK_FILE).unlink()
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_locked_gives_a_one_line_error(tmp_path: Path, m
         create_and_lock(Path("/proc/none")),
     ):
         pytest.fail("nobody can write there")
-    (tmp_path / "taken" / run_folder.LOCK).mkdir(parents=True)
+    (tmp_path / "taken" / run_folder.LOCK_FILE).mkdir(parents=True)
     with (
         pytest.raises(StoreError, match=r"cannot be written: .*a run's folder is locked"),
         lock_folder(tmp_path / "taken"),
@@ -217,10 +217,10 @@ def test_a_resume_rejects_a_job_that_contradicts_its_store(
     light_job: Path, job_overrides: tuple[str, ...], new_override: str, message: str
 ) -> None:
     config = started_run(light_job, *job_overrides)
-    assert resumption.resume_version(config) == 0
+    assert resumption.find_resume_version(config) == 0
     run_folder.write_job(loading.load(light_job, (*job_overrides, new_override)))
     before = contents(config.run_dir)
-    for go_on in (resumption.resume_version, resumption.prepare):
+    for go_on in (resumption.find_resume_version, resumption.prepare):
         with pytest.raises(ConfigError, match=message):
             go_on(resumption.load(config.run_dir))
     assert contents(config.run_dir) == before
@@ -328,8 +328,8 @@ def test_a_second_job_of_a_name_is_rejected_before_it_writes(light_job: Path, re
 
     with pytest.raises(ConfigError, match="already has a run"):
         asyncio.run(third())
-    del before[run_folder.LOCK]
-    assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK} == before
+    del before[run_folder.LOCK_FILE]
+    assert {name: text for name, text in contents(config.run_dir).items() if name != run_folder.LOCK_FILE} == before
 
 
 def test_a_restarted_driver_waits_for_the_lock_of_the_previous_one(light_job: Path) -> None:

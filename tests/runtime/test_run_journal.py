@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import Tick
-from staleflow.pipeline.coordination.journal import Journal, JournalEntry, recorded_starts
+from staleflow.pipeline.coordination.journal import Journal, JournalEntry, list_start_files
 from staleflow.pipeline.recovery import resumption, run_journal
 from staleflow.pipeline.recovery.run_journal import RunJournal, compress
 from staleflow.pipeline.run_page.run_reader import JournalFollower
@@ -54,7 +54,7 @@ def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, full_j
     assert len(result) > 5
     read = journal.JournalReader(path)
     assert list(read) == entries
-    assert read.incomplete_line == 0
+    assert read.incomplete_line_number == 0
     assert journal.replay(coordinator(tmp_path), journal.JournalReader(path)).difference == ""
     headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(result) + 1))
     assert sum(map(journal.uncompressed_bytes, result)) == full_journal.stat().st_size + len(headings)
@@ -109,7 +109,7 @@ def test_parts_of_a_killed_writer_are_read_and_compressed_by_the_next(tmp_path: 
     path.write_bytes(path.read_bytes() + b'{"now":1.5,"ev')
     read = journal.JournalReader(path)
     assert list(read) == entries
-    assert read.incomplete_line == len(path.read_bytes().splitlines())
+    assert read.incomplete_line_number == len(path.read_bytes().splitlines())
     path.rename(tmp_path / "events.1.jsonl")
     RunJournal(tmp_path / "events.jsonl").close(wait=True)
     assert [p.suffix for p in journal.list_closed_parts(path).values()] == [".gz"] * (
@@ -215,7 +215,7 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     resumption._archive_start(folder)
     assert journal.list_files(events) == []
     assert len(journal.list_files(folder / "events.1.jsonl")) == count
-    assert [events.name for _, events in recorded_starts(folder)] == ["events.1.jsonl", "events.jsonl"]
+    assert [events.name for _, events in list_start_files(folder)] == ["events.1.jsonl", "events.jsonl"]
     split_journal(events, folder / "one")
     result = command("replay", folder)
     assert (result.returncode, result.stderr) == (0, "")
@@ -226,14 +226,14 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
         part.rename(folder / part.name.replace("events", "events.2", 1))
     events.rename(folder / f"events.jsonl.{count:04}")
     resumption._archive_start(folder)
-    assert [events.name for _, events in recorded_starts(folder)] == [
+    assert [events.name for _, events in list_start_files(folder)] == [
         "events.1.jsonl",
         "events.2.jsonl",
         "events.jsonl",
     ]
     assert list(journal.JournalReader(folder / "events.2.jsonl")) == before
     resumption._archive_start(folder)  # a start without any event
-    assert [events.name for _, events in recorded_starts(folder)] == [
+    assert [events.name for _, events in list_start_files(folder)] == [
         "events.1.jsonl",
         "events.2.jsonl",
         "events.jsonl",

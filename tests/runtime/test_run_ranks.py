@@ -19,7 +19,7 @@ RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instance
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """Sharded resume points are loaded by one process."""
     driver = run_and_strike(job, RANKS, "trainer-1", signal.SIGKILL)
-    (loss,) = driver.report.losses
+    (loss,) = driver.report.actor_losses
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
@@ -39,7 +39,7 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
 @pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
     driver = run_and_strike(job, RANKS, victim, signal.SIGKILL, at_start=True)
-    assert len(driver.report.losses) == 1
+    assert len(driver.report.actor_losses) == 1
     store = check(job.parent / "runs" / "job", 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
 
@@ -49,7 +49,7 @@ def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
 @pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
 def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Signals) -> None:
     driver = run_and_strike(job, (*RANKS, "deadlines.silent_s=20"), victim, blow)
-    assert len(driver.report.losses) == 1
+    assert len(driver.report.actor_losses) == 1
     folder = job.parent / "runs" / "job"
     store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16

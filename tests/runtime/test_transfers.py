@@ -136,7 +136,7 @@ def test_an_instance_whose_host_gets_no_weights_for_start_s_is_replaced(body: Bo
     gone = TransferFailed("it cannot be fetched: no route")
     fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(first, 99)]
     run = body.checked_run("steps=12", f"staleness.eta={eta}", hosts=("one", "one", "one", "one", "two"), faults=fails)
-    (loss,) = run.outcomes.losses
+    (loss,) = run.outcomes.actor_losses
     assert loss.endswith("rollout-1 got no weights for 50 s (deadlines.start_s): it cannot be fetched: no route")
 
 
@@ -161,7 +161,7 @@ async def test_a_parameter_server_is_placed_elsewhere_if_the_trajectory_server_i
 ) -> None:
     """The instance that needs it is not."""
     async with body.placed() as stage:
-        stage.workers.release_light_actor("parameters-one")
+        stage.workers.release_actor("parameters-one")
         server, place_beside = stage.workers.placed["server"], stage.workers.place_beside
 
         async def fail_beside_server(actor: PlacedActor, name: str, *args: Any) -> PlacedActor:

@@ -97,11 +97,11 @@ class PlayedClient:
 
 @contextlib.asynccontextmanager
 async def workers_of(
-    workers: list[str] | dict[str, dict[str, int]], num_heavy: int
+    workers: list[str] | dict[str, dict[str, int]], num_heavy_actors: int
 ) -> AsyncIterator[tuple[DaskWorkers, PlayedClient]]:
     """A run on these workers, alone on its cluster."""
     client = PlayedClient(workers if isinstance(workers, dict) else {name: {} for name in workers})
-    placing = DaskWorkers(client=client, local=None, run="job", start_s=50.0, num_heavy=num_heavy)
+    placing = DaskWorkers(client=client, local=None, run_name="job", start_s=50.0, num_heavy_actors=num_heavy_actors)
     yield placing, client
     await asyncio.gather(*placing.restarts)
 
@@ -112,7 +112,7 @@ async def place(placing: DaskWorkers, *roles: str) -> list[str]:
 
 
 async def test_heavy_actors_have_a_process_each_and_light_actors_share() -> None:
-    async with workers_of(["a", "b", "c", "d"], num_heavy=3) as (placing, client):
+    async with workers_of(["a", "b", "c", "d"], num_heavy_actors=3) as (placing, client):
         where = await place(placing, "server", "reward", "reward", "rollout", "rollout", "trainer")
         assert where[:3] == ["a", "a", "a"], "four workers, three of which heavy actors need"
         assert sorted(where[3:]) == ["b", "c", "d"]
@@ -121,24 +121,24 @@ async def test_heavy_actors_have_a_process_each_and_light_actors_share() -> None
 
 
 async def test_light_actors_have_a_process_each_if_there_are_enough() -> None:
-    async with workers_of(["a", "b", "c", "d"], num_heavy=2) as (placing, _):
+    async with workers_of(["a", "b", "c", "d"], num_heavy_actors=2) as (placing, _):
         where = await place(placing, "server", "reward", "rollout", "trainer")
         assert len(set(where)) == 4
 
 
 async def test_declared_resources_restrict_the_placement() -> None:
     resources = {"r": {"rollout": 1}, "s": {"server": 1, "reward": 1}, "t": {"trainer": 1}}
-    async with workers_of(resources, num_heavy=2) as (placing, _):
+    async with workers_of(resources, num_heavy_actors=2) as (placing, _):
         assert await place(placing, "trainer", "rollout", "server", "reward") == ["t", "r", "s", "s"]
 
 
 async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None:
-    async with workers_of(["a"], num_heavy=2) as (placing, _):
+    async with workers_of(["a"], num_heavy_actors=2) as (placing, _):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
         await asyncio.sleep(10.0)
-        assert placing.waiting == {
+        assert placing.waiting_actors == {
             "rollout-1": "a free worker process, with resource rollout=1 if any declare resources"
         }
         with pytest.raises(
@@ -146,7 +146,7 @@ async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None
         ):
             await waits
         assert asyncio.get_running_loop().time() - begin == pytest.approx(50.0, abs=0.3)
-        assert placing.waiting == {}
+        assert placing.waiting_actors == {}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ async def test_a_role_without_a_matching_worker_is_named_after_start_s() -> None
 )
 async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> None:
     """A new scheduler does not know the run and would never give it a worker."""
-    async with workers_of(["a"], num_heavy=2) as (placing, client):
+    async with workers_of(["a"], num_heavy_actors=2) as (placing, client):
         await place(placing, "rollout")
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
@@ -163,7 +163,7 @@ async def test_placement_fails_once_the_scheduler_is_lost(id: str, why: str) -> 
         with pytest.raises(ClusterLost, match=rf"^cluster: the scheduler {why}.*`staleflow resume` continues the run$"):
             await waits
         assert asyncio.get_running_loop().time() - begin < 6.0
-        assert placing.waiting == {}
+        assert placing.waiting_actors == {}
 
 
 async def test_placement_fails_if_the_connection_to_the_scheduler_breaks_during_a_call_of_the_registry(
@@ -172,15 +172,15 @@ async def test_placement_fails_if_the_connection_to_the_scheduler_breaks_during_
     async def closed(*_: Any, **__: Any) -> None:
         raise CommClosedError("ConnectionResetError: [Errno 104] Connection reset by peer")
 
-    async with workers_of(["a"], num_heavy=2) as (placing, _):
+    async with workers_of(["a"], num_heavy_actors=2) as (placing, _):
         monkeypatch.setattr(job_registry, "ask", closed)
-        placing.shared = True
+        placing.is_shared = True
         with pytest.raises(ClusterLost, match=r"^cluster: the scheduler does not answer any more \(ConnectionReset.*"):
             await placing.place("rollout-1", "rollout", object)
 
 
 async def test_an_actor_waits_for_a_worker_that_joins() -> None:
-    async with workers_of(["a"], num_heavy=2) as (placing, client):
+    async with workers_of(["a"], num_heavy_actors=2) as (placing, client):
         await place(placing, "rollout")
         waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
         await asyncio.sleep(30.0)
@@ -196,7 +196,7 @@ async def test_an_actor_waits_for_a_worker_that_joins() -> None:
 async def test_an_actor_that_does_not_start_is_lost_after_start_s_and_its_stack_is_logged(
     stack_s: float, stack: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with workers_of(["a"], num_heavy=1) as (placing, client):
+    async with workers_of(["a"], num_heavy_actors=1) as (placing, client):
         client.create_s, client.stack_s = 1e6, stack_s
         with pytest.raises(ActorLost, match=r"rollout-0 was not ready within 50 s \(deadlines.start_s\)"):
             await place(placing, "rollout")
@@ -205,7 +205,7 @@ async def test_an_actor_that_does_not_start_is_lost_after_start_s_and_its_stack_
 
 
 async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() -> None:
-    async with workers_of(["a", "b"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=2) as (placing, client):
         client.create_s = 1000.0
         begin = asyncio.get_running_loop().time()
         waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
@@ -219,7 +219,7 @@ async def test_an_actor_whose_worker_leaves_during_creation_is_lost_at_once() ->
 
 
 async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None:
-    async with workers_of(["a"], num_heavy=1) as (placing, client):
+    async with workers_of(["a"], num_heavy_actors=1) as (placing, client):
         client.error = ConfigError("rollout: no such thing")
         with pytest.raises(ConfigError, match="no such thing"):
             await place(placing, "rollout")
@@ -236,7 +236,7 @@ async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None
 
 
 async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -> None:
-    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost):
             await place(placing, "rollout")
@@ -245,7 +245,7 @@ async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -
 
 
 async def test_an_actor_has_the_whole_of_start_s_on_a_worker_that_became_free_late() -> None:
-    async with workers_of([], num_heavy=1) as (placing, client):
+    async with workers_of([], num_heavy_actors=1) as (placing, client):
         client.create_s = 10.0
         waits = asyncio.ensure_future(placing.place("rollout-0", "rollout", object))
         await asyncio.sleep(45.0)
@@ -255,7 +255,7 @@ async def test_an_actor_has_the_whole_of_start_s_on_a_worker_that_became_free_la
 
 async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -> None:
     """A hung worker is still listed."""
-    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=1) as (placing, client):
         lost = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(lost, "parameters-host", object)
         assert beside.address == lost.address
@@ -268,7 +268,7 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
 
 
 async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
-    async with workers_of(["a", "b", "c"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b", "c"], num_heavy_actors=2) as (placing, client):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         await placing.place_beside(placing.placed["server-0"], "parameters-host", object)
         placing.mark_lost("reward-1")
@@ -284,7 +284,7 @@ async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
 
 async def test_a_parameter_server_is_lost_with_the_server_although_a_reward_worker_may_live() -> None:
     """An idle reward worker is not called, so its loss in the same process may be noticed late or never."""
-    async with workers_of(["a", "b", "c"], num_heavy=2) as (placing, _):
+    async with workers_of(["a", "b", "c"], num_heavy_actors=2) as (placing, _):
         assert await place(placing, "server", "reward", "rollout", "trainer") == ["a", "a", "b", "c"]
         await placing.place_beside(placing.placed["server-0"], "parameters-host", object)
         placing.mark_lost("server-0")
@@ -293,7 +293,7 @@ async def test_a_parameter_server_is_lost_with_the_server_although_a_reward_work
 
 async def test_the_process_of_the_driver_is_not_restarted() -> None:
     """The server of a submitted job runs beside its driver, which would end with it."""
-    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=1) as (placing, client):
         placing.own_worker = (await placing.place("server-0", "server", object)).address
         placing.mark_lost("server-0")
         await asyncio.sleep(5.0)
@@ -301,7 +301,7 @@ async def test_the_process_of_the_driver_is_not_restarted() -> None:
 
 
 async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> None:
-    async with workers_of(["a", "b"], num_heavy=1) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=1) as (placing, client):
         leaving = await placing.place("rollout-0", "rollout", object)
         beside = await placing.place_beside(leaving, "parameters-host", object)
         await placing.retire("rollout-0")
@@ -316,7 +316,7 @@ async def test_a_retired_worker_leaves_the_cluster_when_it_has_no_actor() -> Non
 
 
 async def test_a_worker_without_actors_is_spare() -> None:
-    async with workers_of(["a", "b"], num_heavy=2) as (placing, client):
+    async with workers_of(["a", "b"], num_heavy_actors=2) as (placing, client):
         assert await placing.has_spare_worker()
         await place(placing, "rollout", "trainer")
         assert not await placing.has_spare_worker()

@@ -13,6 +13,6 @@ from tests.simulator.test_simulator import job, run
 def test_all_instances_sleep_at_each_step(eta: int) -> None:
     changes: dict[str, Any] = {"staleness__eta": eta, "simulation__switch_s": 0.2}
     separate, turns = (run(job(cluster__layout=layout, **changes)) for layout in ("separate", "turns"))
-    assert "Sleep" not in separate.commands
-    assert turns.commands["Sleep"] == 8 * 3
+    assert "Sleep" not in separate.command_counts
+    assert turns.command_counts["Sleep"] == 8 * 3
     assert turns.finished_s > separate.finished_s

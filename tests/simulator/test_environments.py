@@ -15,7 +15,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Route, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event
-from staleflow.pipeline.simulator.analysis import Trace, compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import Trace, compute_stats, explain_step_time
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, remaining_tokens
@@ -52,7 +52,7 @@ def test_turns_and_environment_steps_of_an_episode_are_sequential() -> None:
     trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_every_event=True).run()
     turns = workload.turns(0, 0)
     assert len(turns) > 1
-    assert trace.commands["StepEnvironment"] == trace.commands["Route"] == len(turns)
+    assert trace.command_counts["StepEnvironment"] == trace.command_counts["Route"] == len(turns)
     expected_s, context = cost.prefill * workload.prompt_tokens(0), workload.prompt_tokens(0)
     for turn in turns:
         expected_s += cost.decode_s(1, context, turn.tokens) + turn.tool_s + cost.prefill * turn.tool_tokens
@@ -77,7 +77,7 @@ def test_each_turn_has_one_environment_step() -> None:
 
     workload = actor_settings.make_workload(config)
     trace = SimulatedRun(config, workload, observe=observe, validate_every_event=True).run()
-    assert trace.endings["consumed"] == config.steps * config.trajectories_per_step
+    assert trace.ending_counts["consumed"] == config.steps * config.trajectories_per_step
     for trajectory, count in acts.items():
         assert count <= len(workload.turns(*divmod(trajectory, config.members_started_per_group)))
         assert count <= routed[trajectory]
@@ -127,8 +127,8 @@ def test_only_a_failed_or_hung_episode_is_restarted() -> None:
         workload = actor_settings.make_workload(config)
         trace = SimulatedRun(config, workload, observe=observe).run()
         assert failed.total() > 20
-        assert trace.endings["consumed"] == config.steps * config.trajectories_per_step
-        assert set(trace.endings) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
+        assert trace.ending_counts["consumed"] == config.steps * config.trajectories_per_step
+        assert set(trace.ending_counts) <= {"consumed", "aborted:run_ended", "aborted:surplus_group"}
         assert compute_stats(config, trace).wasted_tokens > 0
         if "simulation__hung_step_share" in faults:
             assert waits == pytest.approx([2.0] * len(waits))
@@ -173,7 +173,10 @@ def test_env_tokens_count_toward_the_response_limit() -> None:
     trace = run(config, validate_every_event=True)
     assert max(step.longest_tokens for step in trace.steps) <= 60
     capped = run(agents(environment__max_turns=2), validate_every_event=True)
-    assert capped.commands["StepEnvironment"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+    assert (
+        capped.command_counts["StepEnvironment"]
+        <= 2 * capped.command_counts["Train"] * config.trajectories_per_step + 200
+    )
 
 
 def test_emulated_environments_end_an_episode_at_its_limits() -> None:
@@ -245,7 +248,7 @@ def test_cache_affinity_reduces_prefill() -> None:
     shares = {a: m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens) for a, m in measured.items()}
     assert shares[True] > 0.8
     assert shares[False] < shares[True] - 0.2
-    assert "were still cached" in "\n".join(explanation(config, measured[True]))
+    assert "were still cached" in "\n".join(explain_step_time(measured[True]))
     assert 0 < measured[True].max_kept_tokens <= 20_000
 
 

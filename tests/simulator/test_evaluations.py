@@ -70,7 +70,7 @@ def test_evaluation_every_two_versions_includes_the_first_and_the_last() -> None
 
 
 def test_a_job_without_evaluations_has_none() -> None:
-    assert run(job()).commands.keys().isdisjoint({"FinishEvaluation"})
+    assert run(job()).command_counts.keys().isdisjoint({"FinishEvaluation"})
 
 
 def test_training_continues_during_an_evaluation() -> None:
@@ -114,7 +114,7 @@ def test_straggler_truncation_does_not_affect_evaluations() -> None:
         simulation__report_s=0.05, rollout__instances=1, evaluation__every=1,
     )  # fmt: skip
     assert watch.concluded[-1].version == 8
-    assert trace.commands["Interrupt"] > 0
+    assert trace.command_counts["Interrupt"] > 0
 
 
 def test_evaluations_run_multi_turn_episodes() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.events import EnvironmentStepped, Event, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.simulator.analysis import compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import compute_stats, explain_step_time
 from staleflow.pipeline.simulator.baselines import OneStep, with_admission
 from staleflow.pipeline.strategies.admission import Admission, Synchronous
 from tests.simulator.test_environments import agents
@@ -60,5 +60,8 @@ def test_a_rule_independent_of_eta_is_measured_by_its_versions(admission: Admiss
     own, asked = (with_admission(job(staleness__eta=e, steps=24, **greedy), admission) for e in (eta, 3))
     first, second = (compute_stats(config, run(config)) for config in (own, asked))
     assert (first.finished_s, first.steady_tokens_per_s) == (second.finished_s, second.steady_tokens_per_s)
-    assert (first.share_of_bound, first.bound) == (second.share_of_bound, second.bound)
-    assert any(f"divided by eta + 1 = {eta + 1}" in line for line in explanation(asked, second))
+    assert (first.share_of_step_time_bound, first.step_time_bound) == (
+        second.share_of_step_time_bound,
+        second.step_time_bound,
+    )
+    assert any(f"divided by eta + 1 = {eta + 1}" in line for line in explain_step_time(second))

@@ -24,7 +24,7 @@ def test_groups_that_a_run_filtered_are_sampled_and_filtered_again(tmp_path: Pat
         compute_stats(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
         for config in (own, again)
     )
-    filtered = [item.endings["filtered:no_signal"] for item in (first, second)]
+    filtered = [item.ending_counts["filtered:no_signal"] for item in (first, second)]
     assert filtered[1] == pytest.approx(filtered[0], rel=0.15)
     assert second.tokens_per_s == pytest.approx(first.tokens_per_s, rel=0.15)
     every = compute_stats(keep := loading.load(JOB, (*changes, *recorded, "batch.filtering=keep_all")),

@@ -12,7 +12,13 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.jobs.forecasting import make_forecast
 from staleflow.pipeline.simulator import run_forecast
 from staleflow.pipeline.simulator.analysis import as_metrics, compute_stats
-from staleflow.pipeline.simulator.run_forecast import QUANTITIES, TIMES, compare_with_run, measure_run, predict_ranges
+from staleflow.pipeline.simulator.run_forecast import (
+    QUANTITY_UNITS,
+    TIME_UNITS,
+    compare_with_run,
+    measure_run,
+    predict_ranges,
+)
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.workload import RecordedWorkload, Turn
 from tests.support.simulated_store import JOB
@@ -30,7 +36,7 @@ def test_real_and_simulated_steps_are_measured_alike() -> None:
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     stats, measured = compute_stats(config, trace), measure_run(as_metrics(trace.steps))
     histogram = stats.staleness
-    assert set(measured) == set(QUANTITIES)
+    assert set(measured) == set(QUANTITY_UNITS)
     assert measured["total_s"] == trace.steps[-1].finished_s
     assert measured["tokens_per_s"] == pytest.approx(stats.tokens_per_s)
     assert measured["lag"] == pytest.approx(sum(k * n for k, n in histogram.items()) / sum(histogram.values()))
@@ -50,32 +56,32 @@ def test_intervals_widen_with_seeds_and_with_the_error_of_the_cost_model() -> No
         assert all(0 <= r.low <= r.expected <= r.high for r in ranges.values())
         return {name: r.high - r.low for name, r in ranges.items()}
 
-    values = dict.fromkeys(QUANTITIES, 1.0)
+    values = dict.fromkeys(QUANTITY_UNITS, 1.0)
     same = widths(values, values, error=0.0)
     spread = widths(values, dict.fromkeys(values, 1.1), error=0.0)
     erring = widths(values, values, error=0.2)
     assert all(spread[name] > same[name] > 0 for name in values)
-    assert {name for name in values if erring[name] > same[name]} == set(TIMES)
+    assert {name for name in values if erring[name] > same[name]} == set(TIME_UNITS)
     half = run_forecast.STUDENT_T * math.hypot(run_forecast.MODEL_ERROR["step_s"], 0.2)
     assert erring["step_s"] == pytest.approx(2 * half)
 
 
 def test_a_mean_lag_is_between_zero_and_the_bound() -> None:
-    at_bound = predict_ranges([dict.fromkeys(QUANTITIES, 2.0)] * 2, 0.0, eta=2)["lag"]
+    at_bound = predict_ranges([dict.fromkeys(QUANTITY_UNITS, 2.0)] * 2, 0.0, eta=2)["lag"]
     assert at_bound.low < at_bound.high == 2.0
-    synchronous = predict_ranges([dict.fromkeys(QUANTITIES, 0.0)] * 2, 0.0, eta=0)["lag"]
+    synchronous = predict_ranges([dict.fromkeys(QUANTITY_UNITS, 0.0)] * 2, 0.0, eta=0)["lag"]
     assert (synchronous.low, synchronous.high) == (0.0, 0.0)
 
 
 def test_most_runs_are_inside_of_intervals_made_with_other_seeds() -> None:
     config = loading.load(JOB, SMALL)
     forecast = make_forecast(config, "exact times", "job")
-    inside = dict.fromkeys(QUANTITIES, 0)
+    inside = dict.fromkeys(QUANTITY_UNITS, 0)
     for seed in range(100, 120):
         other = replace(config, seed=seed)
         steps = as_metrics(SimulatedRun(other, actor_settings.make_workload(other)).run().steps)
         result = compare_with_run(forecast, steps, "")
-        for name in QUANTITIES:
+        for name in QUANTITY_UNITS:
             inside[name] += result.is_inside(name)
     assert all(count >= 16 for count in inside.values()), inside
     assert make_forecast(config, "exact times", "job") == forecast

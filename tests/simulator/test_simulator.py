@@ -25,7 +25,7 @@ from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
-from staleflow.pipeline.simulator.analysis import Trace, bound_of, compute_stats, explanation
+from staleflow.pipeline.simulator.analysis import Trace, compute_stats, explain_step_time, mean_step_time_bound
 from staleflow.pipeline.simulator.baselines import (
     Backlog,
     Baseline,
@@ -264,7 +264,7 @@ def test_an_adapter_pull_interrupts_nothing_and_keeps_the_cache() -> None:
             workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__multi_turn="yes",
         )  # fmt: skip
         trace = run(config)
-        assert trace.commands["Pull"] >= 8
+        assert trace.command_counts["Pull"] >= 8
         results[on_pull] = [instance.work for instance in trace.instances]
     assert (
         sum(work.repeated_prefill_tokens for work in results["adapter"])
@@ -280,10 +280,10 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         trace = run(config)
         measures = compute_stats(config, trace)
         # Averages over the same steps; a window of steps can use at most what was prepared before it.
-        whole = bound_of(config, trace.steps)
+        whole = mean_step_time_bound(config, trace.steps)
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
-        assert 0 < measures.share_of_bound <= 1.15
-        assert any("<- the bound" in line for line in explanation(config, measures))
+        assert 0 < measures.share_of_step_time_bound <= 1.15
+        assert any("<- the bound" in line for line in explain_step_time(measures))
 
 
 def test_a_very_long_step_is_no_deadlock_and_a_deadlock_raises_run_stuck() -> None:
@@ -329,8 +329,8 @@ def test_baselines_sample_as_far_ahead_as_documented() -> None:
     in_turns = run(job(steps=24, workload__sigma=1.5, staleness__admission="synchronous", staleness__eta=0))
     for trace in (one_step, deep, window, excess):
         assert trace.finished_s < in_turns.finished_s
-    assert excess.endings.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
-    assert excess.endings["aborted:surplus_group"] <= 2 * 18, "trajectories left by the last step"
+    assert excess.ending_counts.keys() <= {"consumed", "aborted:surplus_group"}, "nothing is dropped"
+    assert excess.ending_counts["aborted:surplus_group"] <= 2 * 18, "trajectories left by the last step"
 
 
 class TruncationCounter:
@@ -494,7 +494,7 @@ def test_bound_and_conservation_hold_without_deadlock(config: RunConfig) -> None
     assert witness.steps == list(range(config.steps))
     assert len(witness.ended) == ledger.num_started
     assert Counter(witness.ended.values())[Fate.CONSUMED] == config.steps * config.trajectories_per_step
-    assert sum(trace.endings.values()) == ledger.num_started
+    assert sum(trace.ending_counts.values()) == ledger.num_started
 
 
 BIMODAL: dict[str, Any] = {

@@ -240,7 +240,7 @@ def contradictions(run: Path, allowed: Path) -> tuple[list[str], Verification | 
     """What verification says against a run; and its result, if it came to one."""
     checkpoint = run / CHECKPOINT
     try:
-        certificate.signer_of(checkpoint, allowed)
+        certificate.verify_signature(checkpoint, allowed)
         result = verify_run(run, checkpoint, steps=ALL)
     except (ConfigError, StoreError) as error:
         return [str(error)], None

@@ -34,27 +34,27 @@ def test_only_a_signature_by_a_listed_key_is_accepted(tmp_path: Path) -> None:
     certificate.write(checkpoint, named)
     allowed = tmp_path / "mine.allowed"
     with pytest.raises(ConfigError, match=r"certificate.json.sig: no such file; sign certificate.json"):
-        certificate.signer_of(checkpoint, allowed)
+        certificate.verify_signature(checkpoint, allowed)
 
     def sign(key: Path) -> None:
-        (checkpoint / certificate.SIGNATURE).unlink(missing_ok=True)
+        (checkpoint / certificate.SIGNATURE_FILE).unlink(missing_ok=True)
         words = ["ssh-keygen", "-q", "-Y", "sign", "-n", "file", "-f", str(key), str(checkpoint / certificate.FILE)]
         subprocess.run(words, check=True, capture_output=True)
 
     sign(first)
-    assert certificate.signer_of(checkpoint, allowed) == "mine@here"
+    assert certificate.verify_signature(checkpoint, allowed) == "mine@here"
     with pytest.raises(ConfigError, match="none: no such file"):
-        certificate.signer_of(checkpoint, tmp_path / "none")
+        certificate.verify_signature(checkpoint, tmp_path / "none")
     certificate.write(checkpoint, replace(named, entry="1" * 64))
     with pytest.raises(StoreError, match=r"no key of .* signed this certificate.json"):
-        certificate.signer_of(checkpoint, allowed)
+        certificate.verify_signature(checkpoint, allowed)
     result = command("verify", checkpoint, "--signed-by", allowed)
     assert (result.returncode, result.stdout) == (1, "") and "signed this certificate.json" in result.stderr
     sign(second)
     with pytest.raises(StoreError, match="no key of"):
-        certificate.signer_of(checkpoint, allowed)
-    (checkpoint / certificate.SIGNATURE).write_text("no signature")
+        certificate.verify_signature(checkpoint, allowed)
+    (checkpoint / certificate.SIGNATURE_FILE).write_text("no signature")
     with pytest.raises(StoreError, match="no key of"):
-        certificate.signer_of(checkpoint, allowed)
+        certificate.verify_signature(checkpoint, allowed)
     result = command("verify", tmp_path, "--signed-by", allowed)
     assert result.returncode == 2 and "no checkpoint with certificate.json" in result.stderr

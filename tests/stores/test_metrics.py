@@ -54,8 +54,8 @@ def simulated() -> Trace:
         steps=[
             TrainedStep(
                 step=int(s["step"]), ready_s=s["elapsed_s"] - 2, finished_s=s["elapsed_s"],
-                tokens=int(s["response_tokens"]), prefilled=1, context_tokens=1000.0, longest_tokens=9, longest_s=1.0,
-                staleness={0: 1},
+                tokens=int(s["response_tokens"]), min_prefill_tokens=1, context_tokens=1000.0, longest_tokens=9,
+                longest_s=1.0, staleness={0: 1},
             )
             for s in STEPS
         ],
@@ -72,7 +72,7 @@ def test_summary_and_simulation_report_the_same_metrics(tmp_path: Path) -> None:
     steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0, "branches": 4.0}
     steps[2]["branches"] = 3.0
     del steps[1]["cached_tokens"], steps[1]["branches"]  # of an earlier version
-    outcomes = RunReport(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
+    outcomes = RunReport(steps=steps, seconds_by_activity={"wall_s": 33.0})  # until the last commit was stored
     summary = summarize(config, outcomes, tmp_path / "none")
     assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
     assert summary["branches"] == 7

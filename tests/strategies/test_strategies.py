@@ -21,7 +21,7 @@ from staleflow.pipeline.simulator.baselines import (
 )
 from staleflow.pipeline.strategies.admission import (
     ADMISSION,
-    SIMULATED,
+    SIMULATED_RULES,
     Admission,
     ReservationAdmission,
     Synchronous,
@@ -210,10 +210,10 @@ def test_every_rule_of_a_job_keeps_the_bound() -> None:
     assert all(rule.keeps_bound and rule.awaits_due_groups for rule in rules)
     assert {type(rule.make_ledger(eta=1, groups_per_step=1, group_size=1)) for rule in rules} == {StalenessLedger}
     class_names = {rule.__name__.lower() for rule in Baseline.__subclasses__()}
-    assert {name.replace("_", "") for name in SIMULATED} == class_names
+    assert {name.replace("_", "") for name in SIMULATED_RULES} == class_names
 
 
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", SIMULATED_RULES)
 def test_a_baseline_rule_in_a_job_is_rejected_with_the_remedy(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loading.from_tree({"staleness": {"admission": name}})

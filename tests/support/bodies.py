@@ -91,16 +91,16 @@ class Run(RunListener):
     loss_counts: list[int] = field(default_factory=list)
     """Number of losses known at each status."""
 
-    def on_phase(self, name: str) -> None:
+    def on_activity(self, name: str) -> None:
         self.phases.append((asyncio.get_running_loop().time(), name))
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
-        self.loss_counts.append(len(report.losses))
+        self.loss_counts.append(len(report.actor_losses))
         self.instance_lines.append(report.instances_line)
 
     def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
         self.steps.append(int(step["step"]))
-        self.wall_s.append(self.outcomes.phases["wall_s"])
+        self.wall_s.append(self.outcomes.seconds_by_activity["wall_s"])
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -142,7 +142,7 @@ class Run(RunListener):
         """Check that the run ended without error, did all its steps and that all invariants hold."""
         if self.error is not None:
             raise self.error
-        assert not self.outcomes.stopped
+        assert not self.outcomes.stop_reason
         assert [r.kind for r in self.records if r.kind != "refusal"] == ["step"] * self.config.steps + ["end"]
         self.check_kept()
         fates = Counter(row.fate for row in self.store.trajectories())

@@ -180,7 +180,7 @@ class InProcessWorkers:
     async def place_beside(self, actor: PlacedActor, name: str, cls: type[Any], *args: Any) -> PlacedActor:
         return await self._create(actor.future, name, "parameters", cls, args)
 
-    def release_light_actor(self, name: str) -> None:
+    def release_actor(self, name: str) -> None:
         del self.placed[name]
 
     async def return_light_worker(self, name: str) -> None:

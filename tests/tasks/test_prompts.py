@@ -111,7 +111,9 @@ def test_system_prompt_and_columns_change_the_source_fingerprint(job: Path, tmp_
 
     def changes(*after: str) -> set[str]:
         before = source_fingerprints.compute(loading.load(job, (source,)))
-        lines = source_fingerprints.changes(before, source_fingerprints.compute(loading.load(job, (source, *after))))
+        lines = source_fingerprints.describe_changes(
+            before, source_fingerprints.compute(loading.load(job, (source, *after)))
+        )
         return {line.split(" was ")[0].replace(" changed since the run began", "") for line in lines}
 
     assert changes("task.chat=true", "task.system=Add.") == {
