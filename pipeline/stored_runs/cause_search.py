@@ -159,6 +159,8 @@ class _Search:
     trials_preventing: list[tuple[Trial, Rewards]] = field(default_factory=list)
     confirmed_changes: list[Change] = field(default_factory=list)
     """Changes that were to be confirmed, with or without success."""
+    refuted_changes: list[Change] = field(default_factory=list)
+    """Those of them that failed."""
     num_trainings: int = 0
 
     def prevents(self, change: Change) -> bool:
@@ -180,31 +182,35 @@ class _Search:
 
     def preventing(self) -> list[Trial]:
         """The changes that prevent the drop, without those that another one does significantly better than: half of a
-        cause that is everywhere would do, too."""
-        best = max(self.trials_preventing, key=lambda item: item[0].reward, default=None)
+        cause that is everywhere would do, too. One that is no better than random groups is not compared with."""
+        trials = [item for item in self.trials_preventing if item[0].change not in self.refuted_changes]
+        best = max(trials, key=lambda item: item[0].reward, default=None)
         return [t for t, rewards in self.trials_preventing if best is None or not _is_higher(best[1], rewards)]
 
     def confirm_smallest(self) -> None:
         """Confirm the smallest of the changes that prevent the drop; if that fails, a part of the reward, and then the
         larger ones: few rows are then parts of what is everywhere. With a cause, only smaller changes."""
-        cause = self.result.cause
-        trials = sorted(self.preventing(), key=lambda trial: trial.rows)
-        trials = [trial for trial in trials if trial.change not in self.confirmed_changes]
-        trials = [trial for trial in trials if cause is None or trial.rows < cause.rows]
-        for trial in [*trials[:1], *sorted(trials[1:], key=lambda trial: not trial.change.reward_part)]:
-            if self.confirm(trial):
+        cause, num_before = self.result.cause, len(self.confirmed_changes)
+        while trials := [
+            trial
+            for trial in sorted(self.preventing(), key=lambda trial: trial.rows)
+            if trial.change not in self.confirmed_changes and (cause is None or trial.rows < cause.rows)
+        ]:
+            parts = [trial for trial in trials if trial.change.reward_part and len(self.confirmed_changes) > num_before]
+            if self.confirm([*parts, *trials][0]):
                 return
 
     def confirm(self, trial: Trial) -> bool:
         """Confirm a change, if the limit allows it. It is the cause if that succeeds."""
         result = self.result
+        self.confirmed_changes.append(trial.change)
         if self.num_trainings + 2 * NUM_PAIRS > MAX_TRAININGS:
             result.is_limited = True
             return False
-        self.confirmed_changes.append(trial.change)
         confirmation = self._train_pairs(trial.change)
         result.controls += confirmation.controls
         result.repeats += confirmation.repeats
+        self.refuted_changes += [trial.change] * bool(confirmation.reason)
         if not confirmation.reason or result.cause is None:
             result.confirmed, result.reason = confirmation.confirmed, confirmation.reason
             result.cause = None if confirmation.reason else trial

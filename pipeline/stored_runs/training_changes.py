@@ -155,7 +155,9 @@ def _repeated_prompts(table: Table) -> npt.NDArray[Any]:
 
 def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Change]]:
     """Pairs of changes that confirm a cause: a few random groups are left out with the cause, and without it, but with
-    other random groups that have as many rows and as large gradients as the cause. So both leave out as much.
+    other random groups that have as many rows and as large gradients as the cause. So both leave out as much. If the
+    cause leaves no row of a step, they are all groups of as many other steps: a step without rows changes nothing,
+    while one with few rows has an update of about the usual size.
 
     These other groups have no row of the cause, if others are enough. Instead of a cause that leaves out no rows, none
     are left out.
@@ -167,9 +169,14 @@ def control_changes(table: Table, cause: Change) -> Iterator[tuple[Change, Chang
     enough = len(np.unique(table["group"][others])) >= NUM_PAIRS
     for few in _distinct_groups(table, others if enough else everything, rng):
         rest = ~np.isin(table["group"], few)
-        pool = others & rest if np.sum(others & rest) >= np.sum(rows) else rest
-        instead = _groups_like(table, pool, rows, rng)
-        yield _without_groups(np.sort(np.concatenate([few, instead]))), _and_without_groups(cause, few)
+        in_steps = rest & np.isin(table["step"], _steps_like(table, rows, rng))
+        rest &= ~in_steps
+        num_rows = max(0, int(np.sum(rows)) - int(np.sum(in_steps)))
+        influence = influence_by_group(table, rows)[1].sum() - influence_by_group(table, in_steps)[1].sum()
+        pool = others & rest if np.sum(others & rest) >= num_rows else rest
+        instead = _groups_like(table, pool, num_rows, influence, rng)
+        left_out = np.unique(np.concatenate([few, table["group"][in_steps], instead]))
+        yield _without_groups(left_out), _and_without_groups(cause, few)
 
 
 def _distinct_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> Iterator[npt.NDArray[Any]]:
@@ -180,18 +187,26 @@ def _distinct_groups(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.G
         yield np.sort(np.roll(groups, -pair * count)[:count])
 
 
+def _steps_like(table: Table, rows: npt.NDArray[np.bool_], rng: np.random.Generator) -> npt.NDArray[Any]:
+    """As many random steps as have no other rows than these, those with the fewest of these rows first."""
+    steps, index, sizes = np.unique(table["step"], return_inverse=True, return_counts=True)
+    counts = np.bincount(index, rows, minlength=len(steps))
+    order = rng.permutation(len(steps))
+    order = order[np.argsort(counts[order], kind="stable")]
+    return np.asarray(steps[order[: np.sum(counts == sizes)]])
+
+
 def _groups_like(
-    table: Table, pool: npt.NDArray[np.bool_], rows: npt.NDArray[np.bool_], rng: np.random.Generator
+    table: Table, pool: npt.NDArray[np.bool_], num_rows: int, influence: float, rng: np.random.Generator
 ) -> npt.NDArray[Any]:
-    """As few random groups of a pool of rows as have the number and the gradients of other rows. For the gradients they
-    are at most half of the pool, so that there are different ones."""
-    groups, influence = influence_by_group(table, pool)
+    """As few random groups of a pool of rows as have a number of rows, and a sum of |advantage| x tokens. For this sum
+    they are at most half of the pool, so that there are different ones."""
+    groups, sums = influence_by_group(table, pool)
     _, sizes = np.unique(table["group"][pool], return_counts=True)
     order = rng.permutation(len(groups))
-    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), np.sum(rows))) + 1
-    by_influence = int(np.searchsorted(np.cumsum(influence[order]), np.sum(influence_by_group(table, rows)[1]))) + 1
-    count = max(by_rows, min(by_influence, len(groups) // 2)) if rows.any() else 0
-    return np.asarray(groups[order[:count]])
+    by_rows = int(np.searchsorted(np.cumsum(sizes[order]), num_rows)) + 1 if num_rows > 0 else 0
+    by_influence = int(np.searchsorted(np.cumsum(sums[order]), influence)) + 1 if influence > 0 else 0
+    return np.asarray(groups[order[: max(by_rows, min(by_influence, len(groups) // 2))]])
 
 
 def _without_groups(groups: npt.NDArray[Any]) -> Change:

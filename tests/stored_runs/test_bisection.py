@@ -365,6 +365,35 @@ def test_a_control_leaves_out_as_many_rows_and_as_large_gradients_as_the_change(
     assert len({repeat.where for _, repeat in pairs}) == NUM_PAIRS
 
 
+@pytest.mark.parametrize("steps", [1, 3, 4, 7])
+def test_a_control_leaves_out_as_many_whole_steps_as_the_change(steps: int) -> None:
+    """A step with a few rows left has an update of about the usual size, which would make a control worse."""
+    table = rows(range(8))
+    for control, repeat in control_changes(table, Change(label="", where=f"step < {steps}")):
+        left = [set(table["step"][~Selection(change.where).mask(table)].tolist()) for change in (control, repeat)]
+        assert len(left[0]) == len(left[1]) == 8 - steps and left[0] != left[1]
+        assert steps > 4 or left[0] >= set(range(steps))
+
+
+def test_steps_that_do_as_much_harm_as_others_are_no_cause() -> None:
+    """Each step that is trained does harm, with few rows or with all. Nearly all of them have stale rows only."""
+    table = rows(range(8))
+    table["staleness"] = np.where(table["step"] > 0, 1, 0)
+    part = Change(label="without the reward part short", reward_part="short")
+
+    class Steps(Training):
+        def train(self, change: Change) -> Rewards:
+            self.calls += 1
+            num_trained = len(set(table["step"][~self.removed(change)].tolist()))
+            recovered = 13 if change.reward_part else PROMPTS * (8 - num_trained) // 8
+            return {prompt: [float(int(prompt) < recovered)] * 2 for prompt in HIGH}
+
+    candidates = [part, *changes_without_conspicuous_rows(table, "step >= 0 and step < 8")]
+    result = find(table, 0, 8, candidates, Steps(table, lambda *_: True))
+    assert any(trial.rows == 7 * GROUPS * SIZE and trial.reward > 0.8 for trial in result.trials)
+    assert result.cause is not None and result.cause.change is part
+
+
 def test_controls_differ_also_where_no_rows_have_as_large_gradients() -> None:
     table = rows(range(8))
     table["advantage"] = np.where(table["group"] == 9, -1e6, table["advantage"])
