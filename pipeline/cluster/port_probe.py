@@ -71,9 +71,8 @@ async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
     try:
         greeting, reply = await _read_greeting(host, port)
     except (OSError, TimeoutError) as error:
-        return PortState(
-            no_reply_reason=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}"
-        )
+        reason = os.strerror(error.errno) if error.errno else "no answer"
+        return PortState(no_reply_reason=f"it cannot be reached: {reason}")
     if b"pickle-protocol" in greeting + (reply or b""):
         if tls:
             return PortState(error=f"it does not use TLS; use tcp://{address}")

@@ -20,9 +20,7 @@ from staleflow.tasks.emulation.workload import RandomWorkload
 from staleflow.tasks.training.rank import rank_name
 
 THIS_MACHINE = "this machine"
-NO_CHANGE_HELPS = (
-    "no change of instances, dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
-)
+NOTHING_HELPS = "no change of instances, dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
 
 
 def memory_settings(config: RunConfig, num_gpus: int) -> MemorySettings:
@@ -86,7 +84,7 @@ def describe_change_that_fits(config: RunConfig, num_gpus: int, device_bytes: in
     if shape is None or not device_bytes or needed_bytes <= device_bytes:
         return ""
     plan = make_plan(shape, memory_settings(config, num_gpus), device_bytes)
-    return f"it fits with {_format_changes(plan)}" if plan.changes else NO_CHANGE_HELPS
+    return f"it fits with {_format_changes(plan)}" if plan.changes else NOTHING_HELPS
 
 
 def gpu_split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
@@ -97,11 +95,8 @@ def gpu_split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     job, shape = memory_settings(config, num_gpus), _model_shape(config, config.model.path)
     powers = (2**power for power in range(11))
     num_ranks = (n for n in powers if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
-    responses, tokens, prompt_tokens = (
-        config.trajectories_per_step,
-        mean_response_tokens(config),
-        config.workload.prompt_tokens,
-    )
+    responses, prompt_tokens = config.trajectories_per_step, config.workload.prompt_tokens
+    tokens = mean_response_tokens(config)
     batch_tokens = responses * (prompt_tokens + tokens)
     step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
     sample_s = estimate_sample_s(config.rollout.cost, job.engine, responses, tokens, prompt_tokens)
@@ -194,7 +189,7 @@ def format_verdict(plan: MemoryPlan) -> str:
     """Lines that say whether the job fits, or with which change, and how to use the remaining memory."""
     proposal = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:
-        return f"does not fit; {NO_CHANGE_HELPS}"
+        return f"does not fit; {NOTHING_HELPS}"
     if not plan.changes:
         return f"fits; proposed: {proposal}"
     return f"does not fit; it does with {_format_changes(plan)}; then: {proposal}"

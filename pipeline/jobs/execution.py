@@ -130,9 +130,7 @@ async def execute(
             return end
         except BaseException as error:
             has_failed = isinstance(error, Exception) and not isinstance(error, StoppedBeforeStart)
-            fallback = (
-                type(error).__name__ if has_failed else (stop.reason if stop is not None else "") or "interrupted"
-            )
+            fallback = type(error).__name__ if has_failed else (stop.reason if stop else "") or "interrupted"
             end_state = ("failed" if has_failed else "stopped"), str(error) or fallback
             raise
         finally:

@@ -58,10 +58,8 @@ class TimeTracker:
         self._samples = StepSamples()
         self.finished_steps: list[StepTimes] = []
         self.latency_tracker = LatencyTracker()
-        self._reported_draft_stats, self._sampled_draft_stats = (
-            DraftStats(max_draft_length),
-            DraftStats(max_draft_length),
-        )
+        self._reported_draft_stats = DraftStats(max_draft_length)
+        self._sampled_draft_stats = DraftStats(max_draft_length)
 
     def observe(self, now: float, event: events.Event, new_commands: Iterable[commands.Command]) -> None:
         """Update from an event handled at `now`, and the commands that followed."""

@@ -65,7 +65,7 @@ def test_a_journal_that_ends_before_the_run_is_incomplete(
     assert result.returncode == 1
     assert "the same commands, but INCOMPLETE: the journal ends at version " in result.stdout
     assert message in result.stdout
-    assert message in json.loads(command("replay", tmp_path / "run", "--json").stdout)["missing"]
+    assert message in json.loads(command("replay", tmp_path / "run", "--json").stdout)["missing_events"]
 
 
 def test_a_torn_line_is_reported_and_a_corrupt_one_gives_a_one_line_error(tmp_path: Path) -> None:
