@@ -125,12 +125,17 @@ def _unfreeze_until_teardown() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Freeze the objects again that a driver has unfrozen, for the next full collection."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Freeze the objects again that a driver has unfrozen, for the next full collection, and at the end of a module
+    those that its tests have left."""
     if objects_unfrozen.is_set():  # gc.get_freeze_count() takes a tenth of a second: it counts all objects
         gc.collect(1)
-        gc.freeze()
-        objects_unfrozen.clear()
+    elif nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+    else:
+        return
+    gc.freeze()
+    objects_unfrozen.clear()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

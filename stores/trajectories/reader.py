@@ -142,8 +142,13 @@ class ArrayCache:
         return self._arrays[name]
 
     def __contains__(self, name: str) -> bool:
-        with self._naming_damage(name):
-            return name in self._arrays or name in self._group
+        if name not in self._arrays:
+            with self._naming_damage(name):
+                try:
+                    self._arrays[name] = self._group[name]
+                except KeyError:
+                    return False
+        return True
 
     @contextlib.contextmanager
     def _naming_damage(self, name: str) -> Iterator[None]:

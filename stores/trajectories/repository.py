@@ -53,9 +53,9 @@ def repository_at(path: Path) -> Any:
 def open_repository(path: Path) -> Any:
     """As `repository_at`, but raises Icechunk's own errors."""
     storage = storage_at(path)
-    if url_of(path):
+    if url := url_of(path):
         icechunk.Repository.fetch_config(storage)  # a bucket refuses this with a reason, but not what `open` asks first
-    return icechunk.Repository.open(storage, config=_config())
+    return icechunk.Repository.open(storage, config=_config(url))
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def creating_repository(path: Path, url: str = "", job: str = "") -> Iterator[An
     tmp_path = path.with_name(f".{path.name}.part")
     if tmp_path.exists():
         shutil.rmtree(tmp_path)
-    yield icechunk.Repository.create(storage_at(tmp_path), config=_config())
+    yield icechunk.Repository.create(storage_at(tmp_path), config=_config(url))
     flush_and_rename(tmp_path, path)
 
 
@@ -93,8 +93,8 @@ def _unused_repository(url: str, job: str) -> Any:
     a store was committed to it, or if the run of another job has created its store there. job: as RunHeader.job."""
     storage = bucket_storage(url)
     if not icechunk.Repository.exists(storage):
-        return icechunk.Repository.create(storage, config=_config())
-    repository = icechunk.Repository.open(storage, config=_config())
+        return icechunk.Repository.create(storage, config=_config(url))
+    repository = icechunk.Repository.open(storage, config=_config(url))
     commits = [snapshot for snapshot in repository.ancestry(branch=MAIN) if snapshot.parent_id is not None]
     is_new = all(snapshot.metadata.get("kind") == CREATED for snapshot in commits)
     if not is_new or repository.list_branches() != {MAIN}:  # undone steps are on other branches
@@ -216,11 +216,15 @@ def raised_as_store_error(path: Path, problem: str) -> Iterator[None]:
         raise store_error(path, problem, error) from error
 
 
-def _config() -> Any:
+def _config(url: str) -> Any:
+    """Icechunk's settings of a store. url: of its bucket; empty for a folder."""
     splitting = icechunk.ManifestSplittingConfig.from_dict(
         {icechunk.ManifestSplitCondition.AnyArray(): {icechunk.ManifestSplitDimCondition.Any(): MANIFEST_CHUNKS}}
     )
-    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=splitting))
+    # None of our arrays is one that Icechunk loads in advance, but looking for them takes each session 20 CPU ms. In a
+    # bucket, it repeats a first request that fails.
+    preload = icechunk.ManifestPreloadConfig(max_total_refs=None if url else 0)
+    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=splitting, preload=preload))
 
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

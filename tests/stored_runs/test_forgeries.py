@@ -17,7 +17,6 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
-import icechunk
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -31,6 +30,7 @@ from staleflow.pipeline.stored_runs.verification import Verification, verify_run
 from staleflow.stores.auditing.chain import check_chain
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
+from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment
 from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
@@ -54,7 +54,7 @@ def commit_of(run: Path, row: int) -> str:
 
 def change_store(run: Path, change: Callable[[Any], object]) -> None:
     """Change the arrays of a store in a commit that claims to be the one before it."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(run / "store")))
+    repository = repository_at(run / "store")
     head = next(iter(repository.ancestry(branch="main")))
     session = repository.writable_session("main")
     change(zarr.open_group(session.store, mode="r+"))

@@ -38,6 +38,7 @@ from staleflow.stores.trajectories.records import (
     batch_fingerprint,
     id_ranges,
 )
+from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -242,7 +243,7 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 def plant_faults(folder: Path, rng: random.Random, count: int) -> None:
     """Plant faults, each as a separate commit."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    repository = repository_at(folder)
     for _ in range(count):
         session = repository.writable_session("main")
         root: Any = zarr.open_group(session.store, mode="r+")

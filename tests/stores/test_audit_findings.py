@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import icechunk
 import numpy as np
 import pytest
 import zarr
@@ -41,6 +40,7 @@ from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS
 from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import CommitRecord, LedgerState, RunHeader, batch_fingerprint
+from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -116,7 +116,7 @@ def write_run(folder: Path, fault: Fault | None = None) -> None:
     else:
         commit_all(folder, fault.rows, fault.record)
     if fault is not None and fault.edit is not None:
-        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+        repository = repository_at(folder)
         session = repository.writable_session("main")
         fault.edit(zarr.open_group(session.store, mode="r+"))
         session.commit("planted")
@@ -291,7 +291,7 @@ def delete_array(name: str) -> Edit:
 
 def remove_first_commit(folder: Path) -> None:
     """Damage the snapshot of the run's first commit."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    repository = repository_at(folder)
     path = folder / "snapshots" / list(repository.ancestry(branch="main"))[-3].id
     path.write_bytes(path.read_bytes()[:20])
 
@@ -613,7 +613,7 @@ def make_branch_unreadable(folder: Path) -> None:
 
 def remove_oldest_snapshot(folder: Path) -> None:
     """Remove the oldest snapshot that is not empty."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    repository = repository_at(folder)
     (_, _, earlier, *_) = repository.ancestry(branch="main")
     path = folder / "snapshots" / earlier.id
     path.write_bytes(path.read_bytes()[:20])

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import icechunk
 import numpy as np
 import pytest
 import zarr
@@ -22,6 +21,7 @@ from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_COLUMN_INDEX
 from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoreReader
 from staleflow.stores.trajectories.records import chain_hash
+from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.stores.store_conformance import HEADER, ended, record, with_teacher
@@ -239,7 +239,7 @@ FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
 
 def forge(folder: Path, change: Callable[[Any], str]) -> str:
     """Change a store in a forged last commit; returns the result of `change`."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    repository = repository_at(folder)
     newest = next(iter(repository.ancestry(branch="main")))
     session = repository.writable_session("main")
     where = change(zarr.open_group(session.store, mode="r+"))
@@ -260,7 +260,7 @@ def test_a_forgery_is_found_with_its_place(tmp_path: Path, sound: Path, kind: st
     shutil.copytree(sound, tmp_path / "s")
     rng, snapshot = random.Random(kind), VersionedStore.open(sound).snapshot
     for _ in range(max(1, num_examples() // 50)):
-        icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "s"))).reset_branch("main", snapshot)
+        repository_at(tmp_path / "s").reset_branch("main", snapshot)
         where = forge(tmp_path / "s", lambda root: FORGERIES[kind](root, rng))
         found = places(check_chain(VersionedStore.open(tmp_path / "s")))
         assert found, kind
@@ -269,7 +269,7 @@ def test_a_forgery_is_found_with_its_place(tmp_path: Path, sound: Path, kind: st
 
 def test_a_foreign_snapshot_is_found(tmp_path: Path) -> None:
     make(tmp_path / "s")
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "s")))
+    repository = repository_at(tmp_path / "s")
     session = repository.writable_session("main")
     zarr.open_group(session.store, mode="r+").attrs["more"] = 1
     session.commit("tampered")

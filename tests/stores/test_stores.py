@@ -82,13 +82,13 @@ class TestVersionedStore(TrajectoryStoreTests):
         VersionedStore.open(path).commit(record(4, "resume"), [])
         assert VersionedStore.rewind(path, 4, undo_end=True) == 0
         assert [r.kind for r in VersionedStore.open(path).commits()][-1] == "resume"
-        opened = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
+        opened = repository_at(path)
         (ended_once,) = opened.list_branches() - {"main"}
         assert VersionedStore.rewind(path, 2) == 2
         reopened = VersionedStore.open(path)
         reopened.commit(record(2), [ended(rng, 7, 2)])
         assert [e.trajectory.id for e in VersionedStore.open(path).trajectories()] == [0, 1, 7]
-        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
+        repository = repository_at(path)
         (undone,) = repository.list_branches() - {"main", ended_once}
         root: Any = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/trajectory"][:].tolist() == [0, 1, 2, 3]
@@ -334,7 +334,7 @@ def _valid_store(num_steps: int) -> Path:
 
 def edit(folder: Path, change: Callable[[Any], Any]) -> None:
     """Change a store in a separate commit."""
-    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    repository = repository_at(folder)
     session = repository.writable_session("main")
     change(zarr.open_group(session.store, mode="r+"))
     session.commit("tampered")
