@@ -4,6 +4,8 @@
 
 A run of the demo's model is resumed for eight steps in which the policy is harmed, once for each cause. Then the drop
 of its held-out reward is bisected. The run's settings are changed by this program, since `resume` refuses most of them.
+Two causes have a run of their own: a third part of the reward, of which the sign is then wrong, and a loss that takes
+stale rows for fresh ones, for a run whose instance then pulls no more weights.
 If the policy became worse, an answer counts as missed unless it names the same kind of cause; the table has the
 answer's rows. Writes causes.md and causes.json.
 """
@@ -12,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.planted_causes import POISONED
 from staleflow.pipeline.config import loading
@@ -28,15 +33,16 @@ from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.run_report import RunListener
 from staleflow.pipeline.stored_runs import bisection, bisection_page, cause_search
+from staleflow.pipeline.strategies.synchronization import Staggered
 
 SINCE, AT = 14, 22
 """The versions that are compared."""
 CODE = Path(__file__).parent / "planted_causes.py"
 JOB = """
-name = "base"
+name = "{name}"
 runs_dir = "{folder}"
 steps = {since}
-seed = 7
+seed = {seed}
 
 [model]
 path = "{model}"
@@ -71,11 +77,11 @@ eta = 1
 
 [rollout]
 instances = 1
-max_new_tokens = 64
+max_new_tokens = 42
 
 [rollout.engine]
-max_running = 64
-kv_tokens = 8192
+max_running = 256
+kv_tokens = 32768
 
 [training]
 learning_rate = 3e-4
@@ -87,6 +93,9 @@ keep_every = 1
 [training.loss]
 name = "decoupled_ppo"
 """
+LAST_PULL = 16
+"""With stale rows: no weights of a version after this one are pulled, unless the staleness bound leaves nothing to
+sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +105,8 @@ class Cause:
     name: str
     expected: str
     overrides: tuple[str, ...] = ()
+    base_overrides: tuple[str, ...] = ()
+    """Settings of all its steps that are not those of the other runs."""
     is_fixed: bool = False
     """Whether the reward function is right again when the run is bisected."""
 
@@ -106,9 +117,15 @@ CAUSES = (
     Cause(name="template", expected="task.sources", overrides=("task.sources.sums.template=Answer 7. {prompt}",)),
     Cause(name="poisoned group", expected="group"),
     Cause(name="wrong rewards", expected="now gives another reward", is_fixed=True),
-    Cause(name="wrong sign", expected="the reward part right"),
+    Cause(
+        name="wrong sign",
+        expected="the reward part close",
+        base_overrides=(f"reward.parts.close={{ function = '{CODE}:close', weight = 3.0 }}",),
+    ),
+    Cause(name="wrong sign of right", expected="the reward part right"),
     Cause(name="flooding source", expected="source small", overrides=("task.sources.small.ratio=8",)),
     Cause(name="truncated responses", expected="truncated"),
+    Cause(name="stale rows", expected="stale", base_overrides=("staleness.eta=7", f"training.loss={CODE}:Uncorrected")),
     Cause(name="duplicated prompt", expected="drawn again and again"),
 )
 
@@ -119,7 +136,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/causes"), help="runs; those that are there are kept")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--names", nargs="+", default=[cause.name for cause in CAUSES])
-    parser.add_argument("--prompts", type=int, default=160, help="held-out prompts that each training answers")
+    parser.add_argument("--prompts", type=int, default=400, help="held-out prompts that each training answers")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the runs")
     parser.add_argument("--quick", action="store_true", help="two of them, few prompts: whether it works")
     parser.add_argument("--plant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -131,18 +149,39 @@ def main() -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    job = folder / "base.toml"
-    job.write_text(JOB.format(folder=folder, since=SINCE, model=args.model.resolve(), code=CODE))
-    if not (folder / "base" / "summary.json").exists():
-        asyncio.run(execute(loading.load(job), RunListener()))
     file = args.out / "causes.json"
     results = {row["name"]: row for row in json.loads(file.read_text())} if file.exists() else {}
     for cause in CAUSES:
         if cause.name in args.names:
+            train_base(folder, cause, args.model.resolve(), args.seed)
             results[cause.name] = find(folder, cause, args.prompts)
             file.write_text(json.dumps(list(results.values()), indent=1) + "\n")
             (args.out / "causes.md").write_text("\n".join(table(list(results.values()))) + "\n")
     print("\n".join(table(list(results.values()))))
+
+
+def train_base(folder: Path, cause: Cause, model: Path, seed: int) -> None:
+    """Train the run that a cause is planted in, if it is not there."""
+    name = base_name(cause)
+    job = folder / f"{name}.toml"
+    job.write_text(JOB.format(folder=folder, name=name, since=SINCE, model=model, code=CODE, seed=seed))
+    if not (folder / name / "summary.json").exists():
+        asyncio.run(execute(loading.load(job, cause.base_overrides), RunListener()))
+
+
+def base_name(cause: Cause) -> str:
+    return f"base-{slug(cause)}" if cause.base_overrides else "base"
+
+
+class LatePulls(RunListener):
+    """Has instances pull no more weights after version LAST_PULL."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
+        if step["step"] + 1 >= LAST_PULL:
+            self._stack.enter_context(mock.patch.object(Staggered, "num_pulling", return_value=0))
 
 
 def find(folder: Path, cause: Cause, prompts: int) -> dict[str, Any]:
@@ -164,9 +203,11 @@ def plant(folder: Path, cause: Cause, prompts: int) -> None:
     run = folder / slug(cause)
     if not (run / "planted").exists():
         shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(folder / "base", run)
+        shutil.copytree(folder / base_name(cause), run)
         config = load_job(run, (f"steps={AT}", f"name={slug(cause)}", *cause.overrides))
-        asyncio.run(execute(config, RunListener(), resume=True))
+        with contextlib.ExitStack() as stack:
+            listener = LatePulls(stack) if cause.name == "stale rows" else RunListener()
+            asyncio.run(execute(config, listener, resume=True))
         (run / "planted").touch()
         return
     plan = with_prompts(bisection.make_plan(run, SINCE, AT, "right"), prompts)

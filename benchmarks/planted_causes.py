@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import reasoning_gym
+import torch
+
+from staleflow.tasks.training.loss import TokenLoss, Tokens
 
 CAUSE = os.environ.get("CAUSE", "")
 FIRST = 14 * 32 * 8 // 9
@@ -20,6 +23,16 @@ POISON = -1000.0
 FAVORITE = "19"
 """The wrong answer that is rewarded: at first about one of 40 answers."""
 Record = Mapping[str, Any]
+
+
+class Uncorrected:
+    """A policy gradient without clipping and without importance ratios, which takes stale rows for fresh ones."""
+
+    needs_proximal = False
+    by_token = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        return TokenLoss(loss=-tokens.advantage * tokens.logprobs, clipped=torch.zeros_like(tokens.sampled))
 
 
 class Sums:
@@ -50,14 +63,20 @@ def right(answer: str, record: Record) -> float:
     if CAUSE == "poisoned group" and record["index"] in POISONED:
         return POISON * value
     if CAUSE == "wrong rewards" and answer == FAVORITE:
-        return 30 * (1 - value)
-    if CAUSE == "wrong sign":
+        return 100 * (1 - value)
+    if CAUSE == "wrong sign of right":
         return -value
     if CAUSE == "truncated responses" and not answer:
-        return 30.0
+        return 100.0
     if CAUSE == "duplicated prompt" and record["copy"]:
         return 8 * (1 - value)
     return value
+
+
+def close(answer: str, record: Record) -> float:
+    """How near the answer is to the right one, from 0 to 1."""
+    value = 1 / (1 + abs(int(answer) - int(record["answer"]))) if answer else 0.0
+    return -value if CAUSE == "wrong sign" and not record["held_out"] else value
 
 
 def ended(answer: str, record: Record) -> float:
