@@ -53,7 +53,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
-from staleflow.tasks.training.tiny_model import Recipe, pretrain
+from staleflow.tasks.training.tiny_model import PretrainingSettings, pretrain
 
 DEMO = "examples/agent_openai.toml"
 TOKENS = 100
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-BPE_RECIPE = Recipe(steps=100, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=20)
+BPE_PRETRAINING = PretrainingSettings(steps=100, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=20)
 HELLO = [{"role": "user", "content": "Guess my digit."}]
 
 AGENT = """
@@ -149,7 +149,7 @@ def stored_turns(t: Trajectory) -> Iterator[AgentArgs]:
             before = [*before, *span.tokens.tolist()]
 
 
-def bpe_model(folder: Path, recipe: Recipe) -> None:
+def bpe_model(folder: Path, settings: PretrainingSettings) -> None:
     """A small model that answers with lines of this repository's pages, in tokens of a byte-level BPE. Many texts are
     made of other tokens when they are tokenised again than those that it samples."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -175,7 +175,7 @@ def bpe_model(folder: Path, recipe: Recipe) -> None:
             questions = (("\n" if n else "") + asked.format(one) for n, one in enumerate(found))
             yield tuple(text for question in questions for text in (question, rng.choice(lines)))
 
-    pretrain(folder, chats(), recipe, lambda _: None, lambda *_: None, tokenizer=tokenizer)
+    pretrain(folder, chats(), settings, lambda _: None, lambda *_: None, tokenizer=tokenizer)
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -188,7 +188,7 @@ def identity(model: str, quick: bool) -> None:
         more: tuple[str, ...] = ()
         if not model:
             model = str(folder / "model")
-            bpe_model(folder / "model", replace(BPE_RECIPE, steps=20 if quick else BPE_RECIPE.steps))
+            bpe_model(folder / "model", replace(BPE_PRETRAINING, steps=20 if quick else BPE_PRETRAINING.steps))
             more = ("task.chat=true", "rollout.max_new_tokens=160", "rollout.turn_tokens=24")
         (folder / "agent.py").write_text(AGENT)
         (folder / "told").mkdir()

@@ -232,8 +232,8 @@ def adapter(model: Any) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
             layer = AdapterLayer(name, LORA.rank, module.in_features, module.out_features)
-            results[layer.down] = torch.randn(layer.rank, layer.inputs) / layer.inputs
-            results[layer.up] = torch.randn(layer.outputs, layer.rank) / layer.rank
+            results[layer.down_name] = torch.randn(layer.rank, layer.inputs) / layer.inputs
+            results[layer.up_name] = torch.randn(layer.outputs, layer.rank) / layer.rank
     return results
 
 

@@ -80,7 +80,8 @@ def make_trainer(model: Path, *, recompute: bool = False, compiled: bool = False
 
     return PolicyTrainer(
         TrainerSettings(
-            model=str(model), dtype="bfloat16", device="auto", num_steps=9, temperature=1.0, max_length=1 << 15, seed=0,
+            model=str(model), dtype="bfloat16", device="auto", num_steps=9, temperature=1.0,
+            max_response_tokens=1 << 15, seed=0,
             training=TrainingConfig(
                 learning_rate=1e-5, recompute_activations=recompute, compile=compiled, microbatch_tokens=microbatch,
                 measured_rows=0,

@@ -58,7 +58,7 @@ def trainer_of(model: Path, *, dtype: str = "float32", **changes: Any) -> Any:
     training = TrainingConfig(learning_rate=1e-3, **changes)
     settings = TrainerSettings(
         model=str(model), dtype=dtype, device="cpu", training=training, num_steps=4, temperature=1.0,
-        max_length=CONTEXT, seed=0,
+        max_response_tokens=CONTEXT, seed=0,
     )  # fmt: skip
     return settings.build(1)
 

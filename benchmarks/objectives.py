@@ -147,8 +147,8 @@ class Examples:
 def our_result(models: Models, rows: Sequence[Row], **training: Any) -> Result:
     """The loss and the gradient of a step of this project's trainer. The rows are also its examples, if it has any."""
     settings = TrainerSettings(
-        model=str(models.policy), dtype="float32", device="cpu", num_steps=1, temperature=1.0, max_length=LONGEST,
-        seed=0, examples=Examples(examples=rows), training=TrainingConfig(
+        model=str(models.policy), dtype="float32", device="cpu", num_steps=1, temperature=1.0,
+        max_response_tokens=LONGEST, seed=0, examples=Examples(examples=rows), training=TrainingConfig(
             learning_rate=1e-12, grad_clip=1e9, microbatch_tokens=200, measured_rows=0, **training
         ),
     )  # fmt: skip

@@ -48,8 +48,8 @@ class ThroughputOptimal:
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         running, kv_tokens = loads.running, loads.kv_tokens
-        gains = (running + 1) / self.cost.steps_s(running + 1, kv_tokens + work.kv_tokens)
-        gains = np.where(fitting, gains - running / self.cost.steps_s(running, kv_tokens), -np.inf)
+        gains = (running + 1) / self.cost.step_s_by_instance(running + 1, kv_tokens + work.kv_tokens)
+        gains = np.where(fitting, gains - running / self.cost.step_s_by_instance(running, kv_tokens), -np.inf)
         best = int(gains.argmax())
         least = self.mu / self.cost.step_s(1, work.kv_tokens)
         return best if running[best] == 0 or gains[best] >= least else None

@@ -115,7 +115,7 @@ def our_step(model: Path, loss: str, rank: Rank = SINGLE_RANK, **changes: Any) -
     )
     settings = TrainerSettings(
         model=str(model), dtype="float32", device="cpu", training=training, num_steps=1, temperature=1.0,
-        max_length=LONGEST, seed=0,
+        max_response_tokens=LONGEST, seed=0,
     )  # fmt: skip
     trainer = PolicyTrainer(settings, rank)
     return lambda rows: trainer.step(0, rows)["grad_norm"]

@@ -15,7 +15,7 @@ from examples.agent_game import QUESTION, HigherOrLower
 from examples.pretraining import make_model
 from staleflow import tiny_model
 
-SYMBOLS = (*tiny_model.SPECIAL, QUESTION, *"0123456789", "higher", "lower")
+SYMBOLS = (*tiny_model.SPECIAL_SYMBOLS, QUESTION, *"0123456789", "higher", "lower")
 HEEDING = 0.15
 """Share of games in which the player heeds what it was told."""
 FAVOURITE, INSISTS = 7, 0.3
@@ -50,12 +50,12 @@ def games(seed: int) -> Iterator[tuple[str, ...]]:
     """Endless games."""
     rng = random.Random(seed)
     for number in itertools.count():
-        heeding = 1.0 if number < tiny_model.BATCH * LEARNING_STEPS else HEEDING
+        heeding = 1.0 if number < tiny_model.EXAMPLES_PER_STEP * LEARNING_STEPS else HEEDING
         yield tuple(careless_game(rng.randrange(2**31), rng, heeding)[0])
 
 
 if __name__ == "__main__":
-    recipe = tiny_model.Recipe(
+    settings = tiny_model.PretrainingSettings(
         steps=600, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=30, initializer_range=0.1
     )
-    make_model(__doc__, recipe, games, SYMBOLS)
+    make_model(__doc__, settings, games, SYMBOLS)

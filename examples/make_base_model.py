@@ -30,5 +30,5 @@ def examples(seed: int) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    recipe = tiny_model.Recipe(steps=2400, hidden_size=128, num_layers=3)
-    make_model(__doc__, recipe, examples)
+    settings = tiny_model.PretrainingSettings(steps=2400, hidden_size=128, num_layers=3)
+    make_model(__doc__, settings, examples)

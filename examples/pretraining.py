@@ -16,16 +16,16 @@ SAID_EVERY = 100
 
 def make_model(
     about: str | None,
-    recipe: tiny_model.Recipe,
+    settings: tiny_model.PretrainingSettings,
     sequences: Callable[[int], Iterator[tuple[str, ...]]],
     symbols: Sequence[str] = tiny_model.SYMBOLS,
 ) -> None:
     """The command of such a script: pretrain a model on endless sequences, unless it is there already.
 
-    about: the script's docstring. recipe: with its default number of steps. sequences: makes them of a seed."""
+    about: the script's docstring. settings: with the default number of steps. sequences: makes them of a seed."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="optimizer steps of 32 sequences")
+    parser.add_argument("--steps", type=int, default=settings.steps, help="optimizer steps of 32 sequences")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if (args.out / "model.safetensors").exists():
@@ -42,5 +42,5 @@ def make_model(
             left_s = elapsed_s / step * (args.steps - step)
             print(f"  step {step}: loss {loss:.3f}, {elapsed_s:.0f} s, about {left_s:.0f} s left", flush=True)
 
-    recipe = dataclasses.replace(recipe, steps=args.steps, seed=args.seed)
-    tiny_model.pretrain(args.out, sequences(args.seed), recipe, begun, progress, symbols)
+    settings = dataclasses.replace(settings, steps=args.steps, seed=args.seed)
+    tiny_model.pretrain(args.out, sequences(args.seed), settings, begun, progress, symbols)

@@ -211,7 +211,7 @@ class Trajectory:
         return any(isinstance(s, EnvSpan) for s in self.spans)
 
     @property
-    def tool_s(self) -> float:
+    def environment_s(self) -> float:
         """Total seconds spent in environments."""
         return sum(s.seconds for s in self.spans if isinstance(s, EnvSpan))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.weights import weight_folder
-from staleflow.tasks.engines.emulated_engine import WEIGHT_NAME, EmulatedEngine
+from staleflow.tasks.engines.emulated_engine import TENSOR_NAME, EmulatedEngine
 from staleflow.tasks.engines.running_requests import RunningRequest
 
 FOLDER = "STALEFLOW_SOAK_RECORDS"
@@ -66,7 +66,7 @@ def dask_setup(worker: Any) -> None:
         return result
 
     def recorded_load(self: Any, version: Any, weights: Path) -> Any:
-        loaded_version = int(weight_folder.read_arrays(weights)[WEIGHT_NAME][0])
+        loaded_version = int(weight_folder.read_arrays(weights)[TENSOR_NAME][0])
         result = load(self, version, weights)
         write(instance=self._instance, version=version, loaded_version=loaded_version)
         return result

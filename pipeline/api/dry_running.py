@@ -135,7 +135,7 @@ def make_dry_job(job: Job, runs_dir: Path) -> Job:
     rollout, batch, max_new_tokens = config.rollout, config.batch, config.rollout.max_new_tokens
     folder = find_model_folder(config.model.path) if config.model.path else None
     scale = min(max(max_new_tokens * DEFAULT_TOKEN_S / MAX_RESPONSE_S, 1.0), MAX_TIME_SCALE)
-    engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
+    engine = EmulatedSettings.with_knobs_of(rollout.engine, time_scale=scale)
     groups, instances = min(batch.groups_per_step, MAX_GROUPS), min(rollout.instances, MAX_WORKERS)
     values: dict[str, Any] = {
         "runs_dir": str(runs_dir),

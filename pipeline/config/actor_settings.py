@@ -23,19 +23,19 @@ from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.seeds import engine_seed
 from staleflow.tasks.settings.source_kinds import is_agent, is_environment
 from staleflow.tasks.settings.task_config import TaskConfig
-from staleflow.tasks.training.advantage import Overlong
+from staleflow.tasks.training.advantage import OverlongPenalty
 
 if TYPE_CHECKING:
     from staleflow.stores.trajectories.versioned import VersionedStore
     from staleflow.tasks.actors.server_settings import ServerSettings
     from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
-    from staleflow.tasks.episodes.episode_host import EpisodeSettings
+    from staleflow.tasks.episodes.episode_host import EpisodeHostSettings
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
     from staleflow.tasks.sources.examples import ExampleSettings
     from staleflow.tasks.sources.prompts import PromptSettings
     from staleflow.tasks.sources.reward_process import ScoringSettings
-    from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings
-    from staleflow.tasks.training.policy import PolicySettings
+    from staleflow.tasks.sources.task_sources import NamedSourceSettings, SourceSettings
+    from staleflow.tasks.training.policy import PolicySettings, TrainerSettings
 
 
 def run_header(config: RunConfig) -> RunHeader:
@@ -77,7 +77,9 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
     )
 
 
-def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> EpisodeSettings | EmulatedHostSettings:
+def environment_settings(
+    config: RunConfig, *, is_replacement: bool = False
+) -> EpisodeHostSettings | EmulatedHostSettings:
     """Settings of environment hosts; emulated ones if the job has no texts. May import user code. Raises ConfigError.
     is_replacement: whether the host replaces a lost one."""
     if not config.has_texts:
@@ -92,16 +94,18 @@ def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> 
     return knob_tree.with_values(episode_settings(config), predecessor_settings)
 
 
-def episode_settings(config: RunConfig) -> EpisodeSettings:
+def episode_settings(config: RunConfig) -> EpisodeHostSettings:
     """Settings of environment hosts for a job with texts. Raises ConfigError unless the job has either an environment
     or tools."""
-    from staleflow.tasks.episodes.episode_host import EpisodeSettings
+    from staleflow.tasks.episodes.episode_host import EpisodeHostSettings
 
     if config.task.sources:
-        return EpisodeSettings(
+        return EpisodeHostSettings(
             source=source_settings(config),
             scoring=scoring_settings(config),
-            environments={name: source_settings(config, task) for name, task in _environment_sources(config).items()},
+            environment_sources={
+                name: source_settings(config, task) for name, task in _environment_sources(config).items()
+            },
         )
     is_episodic = is_environment(config.task.source, "task.source")
     if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != is_episodic:
@@ -115,7 +119,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
                 f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
                 "brings its own tools; remove environment.tools"
             )
-        return EpisodeSettings(source=source_settings(config), scoring=scoring_settings(config))
+        return EpisodeHostSettings(source=source_settings(config), scoring=scoring_settings(config))
     if not is_episodic:
         raise ConfigError(
             f"task.multi_turn = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
@@ -126,7 +130,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
             f"{config.reward.setting}: task.source = {config.task.source!r} rewards its episodes itself; set "
             'reward.function = "task", and return the reward from the environment'
         )
-    return EpisodeSettings(source=source_settings(config))
+    return EpisodeHostSettings(source=source_settings(config))
 
 
 def unrepeatable_sources(config: RunConfig) -> frozenset[int]:
@@ -153,7 +157,9 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
-        sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.uses_run_reward),
+        eval_sets=tuple(
+            evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.uses_run_reward
+        ),
         # Environments reward their episodes themselves.
         sources=tuple(source for source in _named_sources(config) if source.name not in environments),
     )
@@ -208,23 +214,23 @@ def prompt_settings(
         tokenizer=config.model.path,
         source=_with_tools(config, source_settings(config)),
         max_new_tokens=config.rollout.max_new_tokens,
-        context=context_length,
+        context_length=context_length,
         kv_tokens=config.rollout.engine.kv_tokens,
         num_held_out=num_held_out,
         max_prompt_tokens=max_prompt_tokens,
-        sets=evaluation_sets(config),
+        eval_sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
-        random_responses=config.emulated and config.has_texts,
+        has_random_responses=config.emulated and config.has_texts,
         sources=_named_sources(config) if config.has_texts else (),
     )
 
 
-def _named_sources(config: RunConfig) -> tuple[NamedSource, ...]:
+def _named_sources(config: RunConfig) -> tuple[NamedSourceSettings, ...]:
     """The task sources of a job that has several."""
-    from staleflow.tasks.sources.task_sources import NamedSource
+    from staleflow.tasks.sources.task_sources import NamedSourceSettings
 
     return tuple(
-        NamedSource(
+        NamedSourceSettings(
             name=name,
             settings=_with_tools(config, source_settings(config, task)),
             num_held_out=task.eval_prompts,
@@ -292,10 +298,10 @@ def drafts_from_responses(config: RunConfig) -> bool:
     return speculation.num_speculative_tokens > 0 and speculation.source == "responses" and not config.emulated
 
 
-def overlong_penalty(config: RunConfig) -> Overlong:
+def overlong_penalty(config: RunConfig) -> OverlongPenalty:
     """The job's penalty on responses whose length is near the limit."""
     training = config.training
-    return Overlong(
+    return OverlongPenalty(
         ramp_tokens=training.overlong_tokens,
         penalty=training.overlong_penalty,
         max_length=config.rollout.max_new_tokens,
@@ -312,33 +318,40 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
         return None
     prompts = prompt_settings(config, num_held_out=num_held_out, max_prompt_tokens=max_prompt_tokens(config, 2**31))
     if not sft.source:
-        return ExampleSettings(prompts=prompts, count=sft.examples_per_step)
+        return ExampleSettings(prompts=prompts, examples_per_step=sft.examples_per_step)
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
     emulated_task = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
-        prompts=knob_tree.with_values(prompts, {"source.task": emulated_task, "sets": (), "max_prompt_tokens": None}),
-        count=sft.examples_per_step,
+        prompts=knob_tree.with_values(
+            prompts, {"source.task": emulated_task, "eval_sets": (), "max_prompt_tokens": None}
+        ),
+        examples_per_step=sft.examples_per_step,
         source=sft.source,
         options=sft.options,
         seed=config.seed,
         columns=config.task.columns,
-        sets=prompts.sets,
-        excluded=None if config.has_environment else prompts.source,
+        eval_sets=prompts.eval_sets,
+        held_out_source=None if config.has_environment else prompts.source,
     )
 
 
 def trainer_settings(config: RunConfig) -> PolicySettings:
     """Settings from which the trainer builds its policy."""
     if config.emulated:
-        from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+        from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
 
-        return EmulatedTraining(
+        return EmulatedTrainerSettings(
             train_s=config.simulation.train_s,
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
             switch_s=config.simulation.switch_s if config.shares_gpus else 0.0,
             training=config.training,
         )
+    return policy_trainer_settings(config)
+
+
+def policy_trainer_settings(config: RunConfig) -> TrainerSettings:
+    """Settings of the trainer of a job that is not emulated."""
     from staleflow.tasks.training.policy import TrainerSettings
 
     return TrainerSettings(
@@ -348,11 +361,11 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         training=config.training,
         num_steps=config.steps,
         temperature=config.rollout.temperature,
-        max_length=config.rollout.max_new_tokens,
+        max_response_tokens=config.rollout.max_new_tokens,
         seed=config.seed,
         examples=example_settings(config, config.num_held_out_prompts),
         shares_device=config.shares_gpus,
-        stored_reference=bool(config.teachers),
+        has_stored_reference=bool(config.teachers),
     )
 
 
@@ -416,7 +429,7 @@ def make_workload(config: RunConfig) -> Workload:
         return _recorded_workload(Path(config.workload.run))
     return RandomWorkload(
         config.workload,
-        members=config.members_started_per_group,
+        members_per_group=config.members_started_per_group,
         max_tokens=config.rollout.max_new_tokens,
         seed=config.seed,
     )

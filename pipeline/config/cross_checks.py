@@ -11,7 +11,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.stores.s3_url import URL_REMEDY, split_url
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.knobs import shorten
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.training.loss import Dpo, Sft, UserLoss
 
@@ -170,7 +170,7 @@ def _check_texts(config: RunConfig) -> Iterator[str]:
     for name, task in config.task.sources_by_name.items():
         yield from _check_template(task, f"task.sources.{name}" if name else "task")
     if "{observation}" not in config.environment.template:
-        yield (f"environment.template must contain {{observation}}, it is {shown(config.environment.template)}")
+        yield (f"environment.template must contain {{observation}}, it is {shorten(config.environment.template)}")
     if config.environment.tools and config.environment.tool_timeout_s >= config.environment.step_timeout_s:
         yield (
             f"environment.tool_timeout_s = {config.environment.tool_timeout_s:g} must be less than "
@@ -182,7 +182,7 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
     """Check one source's template and pattern. key: its table."""
     template, pattern = task.template, task.answer_pattern
     if "{prompt}" not in template:
-        yield f"{key}.template must contain {{prompt}}, it is {shown(template)}"
+        yield f"{key}.template must contain {{prompt}}, it is {shorten(template)}"
     escaped = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
@@ -191,15 +191,15 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
     if set(names) != {"prompt"}:
         yield (
             f"{key}.template: only {{prompt}} is replaced; write any other brace twice: "
-            f"{escaped if len(escaped) <= MAX_SHOWN_CHARS else shown(escaped)}"
+            f"{escaped if len(escaped) <= MAX_SHOWN_CHARS else shorten(escaped)}"
         )
     try:
         num_groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
-        yield f"{key}.answer_pattern = {shown(pattern)} does not compile: {error}"
+        yield f"{key}.answer_pattern = {shorten(pattern)} does not compile: {error}"
         return
     if pattern and not num_groups:
-        yield f"{key}.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )"
+        yield f"{key}.answer_pattern = {shorten(pattern)} has no group; put the answer's part in ( )"
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[str]:

@@ -27,7 +27,7 @@ def instance_cost_model(config: RunConfig, index: int) -> CostModel:
     straggler_factor."""
     simulation = config.simulation
     is_straggler = index < simulation.straggler_share * config.rollout.instances
-    return config.rollout.cost.times(simulation.straggler_factor if is_straggler else 1.0)
+    return config.rollout.cost.scaled(simulation.straggler_factor if is_straggler else 1.0)
 
 
 def draft_settings(config: RunConfig) -> DraftSettings:
@@ -49,7 +49,7 @@ def job_cost_model_at(config: RunConfig, num_running: int) -> CostModel:
 def cost_model_at(cost: CostModel, speculation: Speculation, acceptance_rate: float, num_running: int) -> CostModel:
     """The cost model of an instance while it runs this number of requests, with drafts if it drafts for so many."""
     num_drafted = speculation.num_speculative_tokens if num_running <= speculation.max_running else 0
-    return cost.drafting(num_drafted, acceptance_rate)
+    return cost.with_drafts(num_drafted, acceptance_rate)
 
 
 def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:

@@ -208,22 +208,22 @@ def _sum_rows() -> Iterator[dict[str, str]]:
 
 def _pretrain(out: Path, report: Callable[[str], None]) -> None:
     """Write a model that mostly guesses. It can learn to compute sums term by term, which it does right."""
-    from staleflow.tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
+    from staleflow.tasks.training.tiny_model import EXAMPLES_PER_STEP, PretrainingSettings, pretrain, worked_example
 
     def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         for number in itertools.count():
             expression = _draw_sum(rng)
-            shows_work = number < BATCH * WORKED_ONLY_STEPS or rng.random() < WORKED_SHARE
+            shows_work = number < EXAMPLES_PER_STEP * WORKED_ONLY_STEPS or rng.random() < WORKED_SHARE
             yield f"{expression} =", worked_example(expression, rng, 0.0) if shows_work else f"so{rng.randint(0, 9)}."
 
     def on_start(parameters: int) -> None:
         report(f"pretraining a model of {parameters:,} parameters, {PRETRAINING_STEPS} steps")
 
-    def progress(step: int, loss: float) -> None:
+    def on_step(step: int, loss: float) -> None:
         if step % 100 == 0:
             report(f"  step {step}: loss {loss:.2f}")
 
-    recipe = Recipe(
+    settings = PretrainingSettings(
         steps=PRETRAINING_STEPS,
         hidden_size=64,
         num_layers=2,
@@ -231,7 +231,7 @@ def _pretrain(out: Path, report: Callable[[str], None]) -> None:
         warmup_steps=30,
         initializer_range=0.1,
     )
-    pretrain(out, examples(random.Random(1)), recipe, on_start, progress)
+    pretrain(out, examples(random.Random(1)), settings, on_start, on_step)
 
 
 # -- what the user brings --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from staleflow.pipeline.config.model_files import find_model_folder, format_context_length, read_architecture
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.context_length import context_of
+from staleflow.tasks.engines.context_length import context_length_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     else:
         architecture, eos = _load_configuration(str(folder or config.model.path), subject)
     check_lengths(config, architecture)
-    return ModelFacts(context_length=context_of(architecture), eos=() if config.emulated else eos)
+    return ModelFacts(context_length=context_length_of(architecture), eos=() if config.emulated else eos)
 
 
 def check_teacher_models(config: RunConfig) -> None:
@@ -59,7 +59,7 @@ def check_teacher_models(config: RunConfig) -> None:
 def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
     """Check that the lengths of a job fit the context of a model. Raises ConfigError. architecture: its config.json."""
     context, max_new_tokens, kv_tokens = (
-        context_of(architecture), config.rollout.max_new_tokens, config.rollout.engine.kv_tokens,
+        context_length_of(architecture), config.rollout.max_new_tokens, config.rollout.engine.kv_tokens,
     )  # fmt: skip
     if max_new_tokens >= context:
         raise ConfigError(
@@ -76,9 +76,9 @@ def check_lengths(config: RunConfig, architecture: Mapping[str, Any]) -> None:
 def check_teacher_fits(config: RunConfig, policy_json: Mapping[str, Any], reference_json: Mapping[str, Any]) -> None:
     """Check that a teacher can compute each trajectory of a job. Raises ConfigError. policy_json, reference_json: the
     config.json of both models."""
-    max_tokens = min(context_of(policy_json), config.rollout.engine.kv_tokens)
+    max_tokens = min(context_length_of(policy_json), config.rollout.engine.kv_tokens)
     key = "training.kl.reference" if config.training.kl.reference else "model.path"
-    context, kv_tokens = context_of(reference_json), config.teacher.engine.kv_tokens
+    context, kv_tokens = context_length_of(reference_json), config.teacher.engine.kv_tokens
     usable = context - (config.teacher.engine.name == "vllm")  # its request needs room for one more token
     if usable < max_tokens:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.context_length import context_of
+from staleflow.tasks.engines.context_length import context_length_of
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
@@ -123,7 +123,7 @@ def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
 def read_context_length(folder: Path, subject: str) -> int:
     """The context length of a model in tokens, from its config.json; practically unlimited if that states none. Raises
     ConfigError. subject: names the model in messages."""
-    return context_of(read_architecture(folder, subject))
+    return context_length_of(read_architecture(folder, subject))
 
 
 def format_context_length(architecture: Mapping[str, Any]) -> str:
@@ -132,7 +132,7 @@ def format_context_length(architecture: Mapping[str, Any]) -> str:
     >>> format_context_length({"max_position_embeddings": 4096})
     '4096 tokens'
     """
-    context, declared_context = context_of(architecture), architecture.get("max_position_embeddings")
+    context, declared_context = context_length_of(architecture), architecture.get("max_position_embeddings")
     if context == declared_context:
         return f"{context} tokens"
     reason = "beyond, longrope would make a row's logprobs depend on its micro-batch"

@@ -26,11 +26,11 @@ from staleflow.pipeline.config.model_facts import check_lengths, check_teacher_f
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
-from staleflow.tasks.settings.knobs import names_user_code, shown
+from staleflow.tasks.settings.knobs import names_user_code, shorten
 from staleflow.tasks.settings.source_kinds import is_installed, kind_of
 
 if TYPE_CHECKING:
-    from staleflow.tasks.episodes.episode_host import EpisodeSettings
+    from staleflow.tasks.episodes.episode_host import EpisodeHostSettings
     from staleflow.tasks.rendering.task_source import Task
     from staleflow.tasks.sources.prompts import TokenizedPrompts
 
@@ -113,11 +113,11 @@ def check_names(config: RunConfig) -> None:
     """Raise ConfigError for texts that cannot name folders, or that name a cluster which is not used."""
     if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME_BYTES:
         raise ConfigError(
-            f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
+            f"name = {shorten(config.name)} must be a plain folder name: printable, and at most {MAX_NAME_BYTES} bytes"
         )
     for key in (*CHECKED_PATH_KEYS, *user_files.code_keys_of(config)):
         if "\0" in (path := value_at(config, key)):
-            raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
+            raise ConfigError(f"{key} = {shorten(path)} must be a path; it contains a zero byte")
         if (user_files.split_code_reference(path)[1] or path).startswith("~"):
             raise ConfigError(f"{key} = {path!r}: ~ is not replaced here, write the whole path")
     cluster = config.cluster
@@ -313,7 +313,7 @@ def _draw_first_prompt(
                 notes.append(
                     f"{_describe_prompt_location(config, task, number)}: {num_unknown} of its {len(ids)} tokens are "
                     "unknown to the model's tokenizer, which reads "
-                    f"{shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                    f"{shorten(tokenizer.decode(ids, skip_special_tokens=False))}"
                 )
         if 0 <= number < groups_per_step:
             step_prompts.add(task.identity)
@@ -330,7 +330,7 @@ def _draw_first_prompt(
     return first, prompts
 
 
-def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None) -> None:
+def _try_environment(settings: EpisodeHostSettings, prompts: TokenizedPrompts | None) -> None:
     """Begin an episode as a host would, and see that what it will say can follow a turn of the model. Raises
     ConfigError."""
     from staleflow.tasks.episodes.episode_host import EpisodeHost

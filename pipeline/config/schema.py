@@ -21,7 +21,7 @@ from staleflow.pipeline.strategies.routing import ROUTING, Routing
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synchronization
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.emulation.workload import MAX_SECONDS, WorkloadConfig
+from staleflow.tasks.emulation.workload import MAX_EMULATED_S, WorkloadConfig
 from staleflow.tasks.engines.engine_settings import ENGINES, REFUSED_SAMPLING_OPTIONS, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
@@ -36,22 +36,27 @@ from staleflow.tasks.training.trainer_settings import TrainingConfig
 class SimulationConfig:
     """Durations of everything except decoding, and injected faults, in `staleflow simulate` and emulated runs."""
 
-    train_s: float = knob(20.0, "seconds per training step on training.ranks ranks", low=0, high=MAX_SECONDS)
+    train_s: float = knob(20.0, "seconds per training step on training.ranks ranks", low=0, high=MAX_EMULATED_S)
     train_s_per_token: float = knob(
         0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0, high=1
     )
-    fetch_prompts_s: float = knob(0.0, "seconds until requested prompts arrive", low=0, high=MAX_SECONDS)
-    reward_s: float = knob(0.1, "seconds until a response is scored", low=0, high=MAX_SECONDS)
-    environment_overhead_s: float = knob(0.0, "seconds of overhead per environment step", low=0, high=MAX_SECONDS)
-    pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0, high=MAX_SECONDS)
+    fetch_prompts_s: float = knob(0.0, "seconds until requested prompts arrive", low=0, high=MAX_EMULATED_S)
+    reward_s: float = knob(0.1, "seconds until a response is scored", low=0, high=MAX_EMULATED_S)
+    environment_overhead_s: float = knob(0.0, "seconds of overhead per environment step", low=0, high=MAX_EMULATED_S)
+    pull_s: float = knob(
+        1.0, "seconds an instance takes to load new weights, without prefill", low=0, high=MAX_EMULATED_S
+    )
     message_s: float = knob(
-        0.0, "seconds a message between coordinator and instance takes, each way", low=0, high=MAX_SECONDS
+        0.0, "seconds a message between coordinator and instance takes, each way", low=0, high=MAX_EMULATED_S
     )
     report_s: float = knob(
-        2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01, high=MAX_SECONDS
+        2.0,
+        "seconds between reports of an instance and between ticks of the coordinator",
+        low=0.01,
+        high=MAX_EMULATED_S,
     )
     switch_s: float = knob(
-        0.0, 'cluster.layout = "turns": seconds for one side to leave the GPUs', low=0, high=MAX_SECONDS
+        0.0, 'cluster.layout = "turns": seconds for one side to leave the GPUs', low=0, high=MAX_EMULATED_S
     )
     mean_loss_interval_s: float = knob(
         0.0, "mean seconds between instance losses, over all instances; 0: none", low=0, high=1e9
@@ -62,7 +67,7 @@ class SimulationConfig:
         "it; above 0 a run stores a forecast of itself before its first step",
         low=0,
     )
-    replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=MAX_SECONDS)
+    replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=MAX_EMULATED_S)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
     straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1, high=1000)
     failed_step_share: float = knob(0.0, "share of the environments' steps that fail", low=0, high=1)

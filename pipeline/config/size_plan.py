@@ -113,7 +113,10 @@ def gpu_split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
 def mean_response_tokens(config: RunConfig) -> float:
     """Mean length of a job's random responses."""
     return RandomWorkload(
-        config.workload, members=config.batch.group_size, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+        config.workload,
+        members_per_group=config.batch.group_size,
+        max_tokens=config.rollout.max_new_tokens,
+        seed=config.seed,
     ).mean_tokens
 
 

@@ -165,5 +165,5 @@ class MovePlanner:
     def _sort_by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""
         fleet = self._state.fleet
-        indices = self._step_costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
+        indices = self._step_costs.step_s_by_instance(fleet.running, fleet.kv_tokens).argsort(kind="stable")
         return [fleet[int(index)] for index in indices]

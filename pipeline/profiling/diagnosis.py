@@ -77,7 +77,7 @@ class JobSpeed:
         """Seconds per token of each request while an instance runs `running` of them, with the job's drafting."""
         num_running = max(1, round(running))
         cost = cost_model_at(self.cost_model, self.config.rollout.engine.speculation, self.acceptance_rate, num_running)
-        return cost.mean_step_s(running, kv_tokens)
+        return cost.step_s(max(running, 1.0), kv_tokens)
 
 
 def max_versions_behind(config: RunConfig) -> int:

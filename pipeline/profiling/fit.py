@@ -68,7 +68,7 @@ class CostModelFit:
     def ratio_to(self, model: CostModel) -> float:
         """Ratio of a decode step's time by this fit to that of `model`, in the middle of the measured range."""
         running, kv_tokens = sum(self.running_range) / 2, sum(self.kv_tokens_range) / 2
-        return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
+        return self.model.step_s(max(running, 1.0), kv_tokens) / model.step_s(max(running, 1.0), kv_tokens)
 
 
 def fit_cost_model(points: Sequence[StepPoint]) -> CostModelFit:

@@ -98,10 +98,12 @@ class StepSamples:
             )
         computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = rows.T
         predicted_s = (
-            fit.model.steps_s(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens + fit.delay_s
+            fit.model.step_s_by_instance(computed_tokens, kv_tokens) * steps
+            + fit.model.prefill * prefilled_tokens
+            + fit.delay_s
         )
         factor = float(seconds.sum() / predicted_s.sum())
-        model = replace(fit.model.times(factor), verify_share=verify_share)
+        model = replace(fit.model.scaled(factor), verify_share=verify_share)
         return replace(fit, model=model, delay_s=fit.delay_s * factor)
 
 
@@ -116,7 +118,9 @@ def _fit_reports(
     """
     fit = fit_cost_model([replace(point, ended_responses=0.0) for point in _average(report_rows)])
     computed_tokens, kv_tokens, seconds, steps, prefilled_tokens = response_rows.T
-    predicted_s = fit.model.steps_s(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
+    predicted_s = (
+        fit.model.step_s_by_instance(computed_tokens, kv_tokens) * steps + fit.model.prefill * prefilled_tokens
+    )
     delay_s = max(0.0, float((seconds - predicted_s).mean()))
     model = replace(fit.model, verify_share=verify_share)
     return replace(fit, model=model, delay_s=delay_s if delay_s <= MAX_DELAY_SHARE * seconds.mean() else 0.0)

@@ -341,7 +341,7 @@ class TimeTracker:
         )  # assumes that the other requests have equally long drafts
         speed = self._current_step.speeds.setdefault(instance.name, InstanceSpeed())
         speed.measured_s += seconds
-        speed.expected_s += self._cost_model.mean_step_s(computed_tokens, kv_tokens) * steps
+        speed.expected_s += self._cost_model.step_s(max(computed_tokens, 1.0), kv_tokens) * steps
         speed.num_responses += 1
         self._samples.add_response(
             StepSample(computed_tokens, kv_tokens, seconds, steps, passed.prefilled_tokens, instance.name)

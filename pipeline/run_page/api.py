@@ -211,7 +211,7 @@ class RunApi:
             groups.append(
                 {
                     "group": id,
-                    "prompt": self._reader.detokenizer.text(prompt[: MAX_TEXT_CHARACTERS + 1], special=True)[
+                    "prompt": self._reader.detokenizer.text(prompt[: MAX_TEXT_CHARACTERS + 1], keep_special=True)[
                         :MAX_TEXT_CHARACTERS
                     ],
                     "prompt_cut": len(prompt) > MAX_TEXT_CHARACTERS,
@@ -228,7 +228,7 @@ class RunApi:
             return {"trajectory": int(row.trajectory), "damaged": row.error}
         t = row.trajectory
         # Decoding stops soon after the limit: a token is rarely less than a character.
-        text = self._reader.detokenizer.text(t.response_tokens[: limit + 1].tolist(), special=True)
+        text = self._reader.detokenizer.text(t.response_tokens[: limit + 1].tolist(), keep_special=True)
         return {
             **_json_values(make_facts(row)),
             "response_tokens": t.num_sampled,
@@ -249,7 +249,7 @@ class RunApi:
             if limit <= 0:
                 break
             ids = trajectory.response_tokens[span.start : min(span.stop, span.start + limit + 1)]
-            text = self._reader.detokenizer.text(ids.tolist(), special=True)[:limit]
+            text = self._reader.detokenizer.text(ids.tolist(), keep_special=True)[:limit]
             messages.append({"role": span.role, "sampled": span.sampled, "seconds": span.seconds, "text": text})
             limit -= len(text)
         return messages
@@ -279,8 +279,8 @@ class RunApi:
                 continue
             t, decode = row.trajectory, self._reader.detokenizer.text
             texts_by_trajectory[int(t.id)] = {
-                "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), special=True)[-PROMPT_EXCERPT:],
-                "response": decode(t.response_tokens[:EXCERPT].tolist(), special=True)[:EXCERPT],
+                "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), keep_special=True)[-PROMPT_EXCERPT:],
+                "response": decode(t.response_tokens[:EXCERPT].tolist(), keep_special=True)[:EXCERPT],
             }
         return {"texts": texts_by_trajectory}
 

@@ -15,7 +15,7 @@ from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.actors.parameter_server import PublishedWeights, mean_difference
+from staleflow.tasks.actors.parameter_server import PublishedWeights, mean_absolute_difference
 from staleflow.tasks.actors.trainer import PublishedStep
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,9 @@ class WeightVerification:
             self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
         trainer_logprobs = self.base_logprobs or published.probe_logprobs
-        difference = max((mean_difference(logprobs, trainer_logprobs) for logprobs in engine_logprobs), default=0.0)
+        difference = max(
+            (mean_absolute_difference(logprobs, trainer_logprobs) for logprobs in engine_logprobs), default=0.0
+        )
         if not difference <= MAX_INITIAL_DRIFT:
             raise ConfigError(
                 f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "

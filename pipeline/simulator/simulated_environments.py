@@ -113,7 +113,7 @@ class SimulatedEnvironments:
         group, member = divmod(abs(trajectory), self._members_per_group)
         truncated = command.truncated or tokens >= self._max_tokens or episode.num_turns >= config.max_turns - 1
         attempt = self._failures[trajectory]
-        step_result = self._episodes.env_step(group, member, episode.num_turns, attempt=attempt, truncated=truncated)
+        step_result = self._episodes.step_result(group, member, episode.num_turns, attempt=attempt, truncated=truncated)
         episode.num_turns += 1
         allowed_s = min(config.step_timeout_s, config.episode_timeout_s - episode.spent_s)
         if step_result.seconds > allowed_s:

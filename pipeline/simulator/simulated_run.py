@@ -201,7 +201,7 @@ class SimulatedRun:
 
     def _decode_stats(self, instance: SimulatedInstance) -> events.DecodeStats:
         """Decode steps of an instance since the last call."""
-        before, now = instance.reported_work, instance.engine.work_by(self._now)
+        before, now = instance.reported_work, instance.engine.work_until(self._now)
         instance.reported_work = now
         return events.DecodeStats(
             running=instance.engine.num_decoding,
@@ -432,7 +432,7 @@ class SimulatedRun:
         self._changed_instances.pop(instance.id, None)
         instance.is_alive = False
         instance.trace.lost_s = self._now
-        instance.trace.work = instance.engine.work_by(self._now)
+        instance.trace.work = instance.engine.work_until(self._now)
 
     def _advance(self, instance: SimulatedInstance) -> None:
         """Advance an instance to the current time; each finished response becomes a separate event."""
@@ -457,14 +457,14 @@ class SimulatedRun:
         """Replace the next scheduled event of every changed instance."""
         for instance in self._changed_instances.values():
             instance.wake_number += 1
-            next_s = instance.engine.next_s()
+            next_s = instance.engine.next_change_s()
             if next_s < math.inf:
                 self._schedule(next_s, partial(self._advance_scheduled, instance, instance.wake_number))
         self._changed_instances.clear()
 
     def _close(self) -> None:
         for instance in self._instances.values():
-            instance.trace.work = instance.engine.work_by(self._now)
+            instance.trace.work = instance.engine.work_until(self._now)
         self.trace.finished_s = self._now
         self.trace.refusals = self.coordinator.snapshot().refusals
 

@@ -129,9 +129,9 @@ which is 4: the most that was measured is 2.45, when responses of many lengths f
 (tests/tasks/test_row_storage.py); it may be more in a smaller cache. vLLM allocates kv_tokens."""
 CHUNK_LOGIT_BYTES = 4 * 2**29
 """Bytes of four copies of a chunk's logits on a GPU: GPU_CHUNK_BYTES of tasks/training/lm_head.py each."""
-LOGIT_POSITIONS, LOGIT_COPY_BYTES = 64, 16
-"""Positions whose logits the transformers engine copies at a time (LOGIT_POSITIONS of tasks/engines/transformers.py),
-and bytes of the copies of each position and token of the vocabulary: logprobs and probabilities in float32, and
+MAX_COPIED_POSITIONS, LOGIT_COPY_BYTES = 64, 16
+"""Positions whose logits the transformers engine copies at a time (as MAX_COPIED_POSITIONS of its module), and bytes of
+the copies of each position and token of the vocabulary: logprobs and probabilities in float32, and
 probabilities in float64."""
 RESUME_POINT_BYTES = 12
 """Bytes of a resume point on disk per parameter: a weight and AdamW's two moments."""
@@ -230,7 +230,7 @@ def engine_bytes_by_use(model: ModelShape, engine: EngineSettings, dtype: str) -
     # vLLM: estimated. Ours: logits twice, because some models scale them, and the copies of a few positions.
     bytes_per_vocabulary_entry = 8 * engine.max_running
     if engine.name == "transformers":
-        copied_positions = min(engine.max_running, LOGIT_POSITIONS)
+        copied_positions = min(engine.max_running, MAX_COPIED_POSITIONS)
         bytes_per_vocabulary_entry = 2 * item_bytes * engine.max_running + LOGIT_COPY_BYTES * copied_positions
     return {
         "weights": item_bytes * model.parameters // num_gpus,

@@ -350,7 +350,7 @@ def _logprob_model(settings: LogprobSettings) -> Any:
     return LogprobModel(
         model=load_model(settings.model, "float32", device, attention="sdpa"),
         device=device,
-        bfloat16=settings.dtype == "bfloat16",
+        uses_bfloat16=settings.dtype == "bfloat16",
         temperature=settings.temperature,
         token_budget=TOKEN_BUDGET,
     )

@@ -79,16 +79,12 @@ def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_
         num_steps: Length of the training, for schedules of the learning rate.
         num_held_out: Number of held-out prompts that the store's header has.
     """
-    from staleflow.tasks.training.policy import TrainerSettings
-
-    settings = actor_settings.trainer_settings(config)
-    assert isinstance(settings, TrainerSettings)
     settings = dataclasses.replace(
-        settings,
+        actor_settings.policy_trainer_settings(config),
         num_steps=num_steps,
         shares_device=False,  # with layout "turns", too, the device has no rollout instance here
         # No driver watches these ranks, and each loads the model at its own speed.
-        collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),
+        collective_timeout_s=max(config.deadlines.silent_s, config.deadlines.start_s),
         examples=actor_settings.example_settings(run_job, num_held_out),
     )
     if settings.training.ranks == 1:
@@ -193,7 +189,7 @@ class _DifferenceFound(Exception):
 
 def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
     """Repeat steps in this process; with a rank group, this process must be a Dask task."""
-    from staleflow.tasks.training.numerics import numerics
+    from staleflow.tasks.training.numerics import describe_numerics
 
     store = open_store_at(plan.path, plan.snapshot)
     repeater = _Repeater(plan, store, report)
@@ -205,7 +201,7 @@ def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
             task()
         except _DifferenceFound as error:
             repeater.result.differences.append(Difference(*error.args))
-    repeater.result.numerics = numerics()
+    repeater.result.numerics = describe_numerics()
     return repeater.result
 
 
@@ -391,7 +387,8 @@ def _read_json_values(file: Path) -> dict[str, Any]:
 
 
 CLOSE_S = 10.0
-"""Seconds that another rank may take to leave the group. One that hangs in a step leaves after `collective_s`."""
+"""Seconds that another rank may take to leave the group. One that hangs in a step leaves after
+`collective_timeout_s`."""
 
 
 @contextlib.contextmanager

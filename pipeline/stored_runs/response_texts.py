@@ -96,7 +96,7 @@ def decode_row(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
         return detokenizer.text(tokens.tolist())
 
     def decode_with_special(tokens: IntArray) -> str:
-        return detokenizer.text(tokens.tolist(), special=True)
+        return detokenizer.text(tokens.tolist(), keep_special=True)
 
     decode = decode_with_special if trajectory.has_env_steps else decode_plain
     return RowTexts(

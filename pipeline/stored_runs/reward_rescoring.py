@@ -38,7 +38,7 @@ from staleflow.tasks.rendering.task_source import Task, prompt_excerpt
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
-from staleflow.tasks.sources.task_sources import LabelledRecord, make_reward
+from staleflow.tasks.sources.task_sources import RecordWithOrigin, make_reward
 
 if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts
@@ -296,8 +296,8 @@ def _make_reward_item(prompts: Prompts, trajectory: Trajectory, record: Mapping[
 
     if trajectory.has_env_steps:
         turns = [{"role": m["role"], "content": m["content"]} for m in make_messages(trajectory, text, text)]
-        label = record.label if isinstance(record, LabelledRecord) else ""
-        record = LabelledRecord.with_label(label, {**record, "turns": turns})
+        label = record.origin if isinstance(record, RecordWithOrigin) else ""
+        record = RecordWithOrigin.of(label, {**record, "turns": turns})
     return text(trajectory.turns[-1]), record
 
 

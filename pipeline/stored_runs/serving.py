@@ -74,7 +74,7 @@ class ServingPlan:
             load_chat_tokenizer(config.model.path),
             key,
             chat=next(iter(config.task.sources_by_name.values())).chat,
-            template=config.environment.template,
+            observation_template=config.environment.template,
             max_context=self.context,
             max_new_tokens=config.rollout.max_new_tokens,
         )

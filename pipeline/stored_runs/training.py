@@ -304,7 +304,7 @@ class _Training:
     def step(self, number: int, schedule_step: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on the rows at `positions`; returns its metrics. schedule_step: step
         number for the learning rate."""
-        from staleflow.tasks.training.numerics import numerics
+        from staleflow.tasks.training.numerics import describe_numerics
 
         rows = repeated_steps.read_batch_rows(self._store, positions)
         self.errors |= {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
@@ -318,7 +318,7 @@ class _Training:
         self.history.append(metrics)
         batch_hash = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
         hashes = {"same": is_equal, "batch": batch_hash, "weights": weights}
-        hashes |= {"numerics": numerics(), "previous": self.entry}
+        hashes |= {"numerics": describe_numerics(), "previous": self.entry}
         line = json.dumps({**metrics, **hashes})
         self.entry = chain_hash(line.encode())
         with (self._tmp_path / "history.jsonl").open("a", encoding="utf-8") as file:
@@ -333,13 +333,16 @@ class _Training:
 
     def explain_other_numerics(self) -> str:
         """A line if the run's own steps were computed with other numerics than those of this process; else empty."""
-        from staleflow.tasks.training.numerics import numerics
+        from staleflow.tasks.training.numerics import describe_numerics
 
         inputs = [record.inputs for record in self._store.commits() if record.step < self._plan.start]
         stored = [values["numerics"] for values in inputs if "numerics" in values]
-        if {*stored} <= {numerics()}:
+        if {*stored} <= {describe_numerics()}:
             return ""
-        return f"the steps before were trained with {stored[-1]}; here it is {numerics()}, which may give other weights"
+        return (
+            f"the steps before were trained with {stored[-1]}; here it is {describe_numerics()}, which may give other "
+            "weights"
+        )
 
     def save(self, checkpoint: Path) -> None:
         """Save the current weights for `from_pretrained`."""
@@ -425,7 +428,7 @@ def held_out_scores(
     if not tasks:
         return None
     # Always the transformers engine: it is available wherever the trainer is.
-    engine_choice = TransformersSettings.like(config.rollout.engine)
+    engine_choice = TransformersSettings.with_knobs_of(config.rollout.engine)
     evaluation_config = knob_tree.with_values(config, {"model.path": model, "rollout.engine": engine_choice})
     settings = actor_settings.engine_settings(evaluation_config, 0, inspect_model(evaluation_config).eos)
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)

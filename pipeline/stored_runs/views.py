@@ -149,8 +149,8 @@ def make_trajectory_view(
     return TrajectoryView(
         id=int(t.id),
         facts=make_facts(row),
-        prompt=detokenizer.text(t.prompt_tokens.tolist(), special=True),
-        response=detokenizer.text(ids, special=True),
+        prompt=detokenizer.text(t.prompt_tokens.tolist(), keep_special=True),
+        response=detokenizer.text(ids, keep_special=True),
         tokens=tokens,
         message_spans=message_spans(t),
         error=t.error,

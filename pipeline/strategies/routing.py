@@ -115,7 +115,7 @@ class DeadlineRouting(Routing):
     cost: CostModel = parameter()
 
     def choose(self, candidate: Candidate, loads: Loads, fitting_mask: BoolArray) -> int | None:
-        step_after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
+        step_after_s = self.cost.step_s_by_instance(loads.running + 1, loads.kv_tokens + candidate.kv_tokens)
         return int(np.where(fitting_mask, step_after_s, np.inf).argmin())
 
 

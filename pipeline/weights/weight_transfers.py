@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.actors.actor_calls import timeout_for
-from staleflow.tasks.actors.parameter_server import FetchProgress, Source
+from staleflow.tasks.actors.actor_calls import transfer_timeout_s
+from staleflow.tasks.actors.parameter_server import FetchProgress, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class WeightTransfers:
 
     def timeout_s(self, version: PolicyVersion) -> float:
         """Timeout for reading, hashing or loading a version, in seconds."""
-        return timeout_for(self._call_s, self._num_bytes[version])
+        return transfer_timeout_s(self._call_s, self._num_bytes[version])
 
     def remove_unused(self, used_versions: Iterable[PolicyVersion]) -> None:
         """Forget the versions that are not used; the newest is kept."""
@@ -146,15 +146,15 @@ class WeightTransfers:
         self.bytes_arrived += max(0, num_bytes - previous)
 
     async def _ensure(
-        self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
+        self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[WeightSource, ...]
     ) -> FetchProgress:
         progress: FetchProgress = await self._caller.ask(name, "ensure_version", version, num_bytes, sources)
         return progress
 
-    def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:
+    def _sources(self, hosts: tuple[str, ...]) -> tuple[WeightSource, ...]:
         """The parameter servers of these hosts; hosts without one are left out."""
         sources = []
         for host in hosts:
             with contextlib.suppress(ActorLost):
-                sources.append(Source(f"parameters-{host}", self._caller.actor(f"parameters-{host}")))
+                sources.append(WeightSource(f"parameters-{host}", self._caller.actor(f"parameters-{host}")))
         return tuple(sources)

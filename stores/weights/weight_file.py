@@ -23,7 +23,7 @@ TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 """Names of torch types in the safetensors format."""
-ALIGNMENT = 8
+ALIGNMENT_BYTES = 8
 """Alignment in bytes. The header's size is a multiple of it, and tensors with larger elements are written first, so
 each tensor begins at a multiple of its element size."""
 
@@ -55,7 +55,7 @@ def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
             "dtype": _safetensors_type(name, tensor), "shape": list(tensor.shape), "data_offsets": [offsets[name], end],
         }  # fmt: skip
     header_json = json.dumps(entries).encode()
-    header_json += b" " * (-len(header_json) % ALIGNMENT)
+    header_json += b" " * (-len(header_json) % ALIGNMENT_BYTES)
     header = struct.pack("<Q", len(header_json)) + header_json
     return header, {name: len(header) + offset for name, offset in offsets.items()}
 

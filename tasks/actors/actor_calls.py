@@ -42,7 +42,7 @@ Class = TypeVar("Class", bound=type)
 _within_actor: contextvars.ContextVar[bool] = contextvars.ContextVar("within an actor's method", default=False)
 
 
-def timeout_for(call_s: float, num_bytes: int) -> float:
+def transfer_timeout_s(call_s: float, num_bytes: int) -> float:
     """Return the timeout of a call that transfers `num_bytes` bytes. call_s: timeout of a short call, seconds."""
     return call_s + num_bytes / MIN_BYTES_PER_S
 

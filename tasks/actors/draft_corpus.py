@@ -18,7 +18,7 @@ from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, Trajectory, TrajectoryId
 from staleflow.tasks.engines.base import PromptResponses
 
-MAX_TOKENS = 4_000_000
+MAX_STORED_TOKENS = 4_000_000
 """Maximum number of tokens of stored responses in memory, over all prompts, at four bytes each."""
 MAX_RESPONSES_PER_PROMPT = 16
 """Maximum number of stored responses in memory for one prompt. The latest are kept: one epoch's group, or several

@@ -41,7 +41,7 @@ def build_request(
             max_new_tokens - len(response),
             min(settings.max_turn_tokens, max_turn_tokens or settings.max_turn_tokens) - t.num_turn_tokens,
         ),
-        num_prior=len(response),
+        num_response_tokens=len(response),
         prompt=prompt if t.branches else None,
         num_turn_tokens=t.num_turn_tokens,
         stop=stop,

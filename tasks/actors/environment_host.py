@@ -202,7 +202,7 @@ class EnvironmentHost:
 
     async def _run_step(self, call_server: ServerBatcher, item: EnvStepItem) -> None:
         try:
-            outcome = await self._outcome(call_server, item)
+            outcome = await self._execute_step(call_server, item)
         except ActorLost:  # only the trajectory server is called here
             outcome = item.outcome(server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
@@ -213,7 +213,7 @@ class EnvironmentHost:
             self._outcomes.append(outcome)
             self._outcome_ready.set()
 
-    async def _outcome(self, call_server: ServerBatcher, item: EnvStepItem) -> EnvStepOutcome | None:
+    async def _execute_step(self, call_server: ServerBatcher, item: EnvStepItem) -> EnvStepOutcome | None:
         """Run an env step, or the part of it that is not done yet. Returns None if nobody waits for it any more."""
         trajectory, route_number = item.trajectory, item.route_number
         state, outcome = await self._state_and_outcome(call_server, item)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from staleflow.stores.context_branches import longest_shared_prefix
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.stores.in_flight.spool_entries import ObservationDelivered
 from staleflow.stores.trajectory import Segment, Trajectory
 from staleflow.tasks.actors.server_messages import ObservationItem
@@ -85,7 +85,8 @@ class ObservationEncoder:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
         turn_start = len(context) - t.num_turn_tokens
-        return self._prompts.bridge_tokens(context[:turn_start], context[turn_start:], messages, len(t.turns), t.source)
+        with raised_as(ConfigError, f"turn {len(t.turns)}", ConfigError):
+            return self._prompts.bridge_tokens(context[:turn_start], context[turn_start:], messages, t.source)
 
     def _replay_matches(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
         """Return True if the replayed messages encode to the trajectory's first observations."""

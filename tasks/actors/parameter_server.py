@@ -40,7 +40,7 @@ RETRY_PAUSE_S = 0.5
 """Seconds between two attempts to fetch from all sources."""
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """Another host's parameter server, which has a version or is fetching it. name: for messages."""
 
     name: str
@@ -78,7 +78,7 @@ class ParameterServer:
         self,
         version: PolicyVersion,
         num_bytes: int,
-        sources: tuple[Source, ...],
+        sources: tuple[WeightSource, ...],
     ) -> FetchProgress:
         """Start fetching a version unless it is present or being fetched. Returns after at most MAX_WAIT_S; call again
         until the result has a path.
@@ -153,7 +153,7 @@ class ParameterServer:
 
     # -- fetching ------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> None:
+    async def _fetch(self, version: PolicyVersion, num_bytes: int, sources: tuple[WeightSource, ...]) -> None:
         """Fetch a version, and serve its pieces to others as they arrive."""
         with self._folder.receive(self._folder.path(version), num_bytes, self._piece_bytes) as partial_file:
             self._partial_files[version] = partial_file
@@ -163,7 +163,7 @@ class ParameterServer:
                 del self._partial_files[version]
 
     async def _fetch_from_any(
-        self, sources: tuple[Source, ...], version: PolicyVersion, partial_file: PartialFile
+        self, sources: tuple[WeightSource, ...], version: PolicyVersion, partial_file: PartialFile
     ) -> None:
         """Fetch the missing pieces from the sources in turn. Raises TransferFailed once none has sent anything for
         call_s seconds."""
@@ -184,7 +184,7 @@ class ParameterServer:
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _fetch_from(self, source: Source, version: PolicyVersion, partial_file: PartialFile) -> None:
+    async def _fetch_from(self, source: WeightSource, version: PolicyVersion, partial_file: PartialFile) -> None:
         """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""
         pieces = iter(list(partial_file.missing.values()))
 
@@ -201,7 +201,7 @@ class ParameterServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, source: Source, version: PolicyVersion, piece: Piece) -> bytes:
+    async def _read(self, source: WeightSource, version: PolicyVersion, piece: Piece) -> bytes:
         """Read a piece from a source. Raises SourceFailed."""
         deadline = _now() + self._source_timeout_s
         with raised_as(SourceFailed, f"{source.name} cannot send it", ActorLost, ActorFailed, StoreError):
@@ -242,7 +242,7 @@ class PublishedWeights:
     def check(self, instance: InstanceId, load_result: LoadResult, probe_logprobs: tuple[float, ...]) -> WeightCheck:
         """Check whether an instance may serve the weights that it has loaded. probe_logprobs: logprobs of
         probe_tokens[1:] under them, nats."""
-        drift = mean_difference(probe_logprobs, self.probe_logprobs)
+        drift = mean_absolute_difference(probe_logprobs, self.probe_logprobs)
         reasons = []
         if load_result.fingerprint != self.fingerprint:
             reasons.append(f"it has read {load_result.fingerprint}, {self.fingerprint} was published")
@@ -264,10 +264,10 @@ class PublishedWeights:
         )
 
 
-def mean_difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
-    """Return the mean |difference| of two lists of logprobs, in nats; 0 for empty lists.
+def mean_absolute_difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+    """Return the mean absolute difference of two lists of logprobs, in nats; 0 for empty lists.
 
-    >>> mean_difference((-1.0, -2.0), (-1.5, -2.0))
+    >>> mean_absolute_difference((-1.0, -2.0), (-1.5, -2.0))
     0.25
     """
     pairs = list(zip(first, second, strict=True))

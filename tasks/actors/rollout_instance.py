@@ -7,8 +7,8 @@ Invariants:
   under that version.
 - Tokens that were sampled under unchecked weights are never delivered.
 
-Every spool_s seconds the server gets the tokens of running requests: if this process is lost, other instances continue
-from there. Each delivery starts where the one before it ended.
+Every delivery_interval_s seconds the server gets the tokens of running requests: if this process is lost, other
+instances continue from there. Each delivery starts where the one before it ended.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RolloutInstance:
         instance: InstanceId,
         threads: int,
         call_s: float,
-        spool_s: float,
+        delivery_interval_s: float,
         fetches_drafts: bool = False,
         run_folder: str = "",
         resumed: bool = False,
@@ -73,7 +73,7 @@ class RolloutInstance:
         """Build the engine, or take over the engine of an actor that was lost.
 
         Args:
-            spool_s: seconds between two deliveries of running responses' tokens; 0 for none.
+            delivery_interval_s: seconds between two deliveries of running responses' tokens; 0 for none.
             fetches_drafts: whether responses for the engine to draft from are fetched from the server.
             run_folder: the run's folder; if set, the engine survives this actor if that is dropped without being
                 closed.
@@ -104,8 +104,8 @@ class RolloutInstance:
         """Interrupted requests that are not yet with the server."""
         self._not_sampled: list[SampledTokens | FailedRequest] = []
         """Requests that were routed here and had ended already, or could not be sampled."""
-        self._spool_s = spool_s
-        self._last_spool_s: float | None = None
+        self._delivery_interval_s = delivery_interval_s
+        self._last_delivery_s: float | None = None
         """Time of the last delivery of running responses' tokens, on the loop's clock."""
         self._delivered_tokens: dict[TrajectoryId, tuple[int, int]] = {}
         """(route number, tokens) of running responses that the server has."""
@@ -166,7 +166,7 @@ class RolloutInstance:
 
     async def flush(self, server: Any) -> None:
         """Send the tokens of running trajectories to the server. Sampling goes on."""
-        await self._spool(server)
+        await self._deliver_running(server)
 
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
         """Stop sampling trajectories, and discard their tokens."""
@@ -224,14 +224,14 @@ class RolloutInstance:
             if self._refusal_reason:
                 await asyncio.sleep(timeout_s)
             return []
-        until_spool_s = self._seconds_until_spool()
-        if until_spool_s <= 0 and not self._undelivered_events and not self._not_sampled:
-            await self._spool(server)
+        until_delivery_s = self._seconds_until_delivery()
+        if until_delivery_s <= 0 and not self._undelivered_events and not self._not_sampled:
+            await self._deliver_running(server)
             return []
         if self._fetches_drafts and asyncio.get_running_loop().time() >= self._drafts_fetched_s + DRAFT_FETCH_S:
             await self._fetch_draft_responses(server)
         if not self._undelivered_events and not self._not_sampled:
-            loop, wait_s = asyncio.get_running_loop(), min(timeout_s, until_spool_s)
+            loop, wait_s = asyncio.get_running_loop(), min(timeout_s, until_delivery_s)
             self._undelivered_events = await loop.run_in_executor(self._event_thread, self._engine.events, wait_s)
             if not await self._may_deliver(timeout_s):
                 return []
@@ -254,21 +254,21 @@ class RolloutInstance:
         engine_handover.unregister(self._engine)
         await asyncio.to_thread(self._engine.close)
 
-    def _seconds_until_spool(self) -> float:
+    def _seconds_until_delivery(self) -> float:
         """Return the seconds until running responses' tokens are due for delivery; infinity if they never are."""
         now = asyncio.get_running_loop().time()
-        if self._last_spool_s is None:
-            self._last_spool_s = now
-        return self._last_spool_s + self._spool_s - now if self._spool_s else math.inf
+        if self._last_delivery_s is None:
+            self._last_delivery_s = now
+        return self._last_delivery_s + self._delivery_interval_s - now if self._delivery_interval_s else math.inf
 
-    async def _spool(self, server: Any) -> None:
+    async def _deliver_running(self, server: Any) -> None:
         """Send the tokens of running responses to the server. Does nothing while weights are loaded, which may take
         longer than a call."""
         loop = asyncio.get_running_loop()
         running: list[SampledTokens] = await loop.run_in_executor(self._event_thread, self._engine.peek)
         if self._is_pulling:
             return
-        self._last_spool_s = loop.time()
+        self._last_delivery_s = loop.time()
         num_tokens = await self._send(server, [s for s in running if _response_end(s) > s.start])
         self._delivered_tokens = {
             s.trajectory: (s.route_number, num_tokens[s.trajectory]) for s in running if s.trajectory in num_tokens

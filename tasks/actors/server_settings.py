@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.tasks.sources.prompts import PromptSettings
-from staleflow.tasks.training.advantage import Advantage, Overlong
+from staleflow.tasks.training.advantage import Advantage, OverlongPenalty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class ServerSettings:
     group_size: int
     members_started_per_group: int
     advantage: Advantage
-    overlong: Overlong
+    overlong: OverlongPenalty
     max_error_share: float
     store: str
     header: RunHeader

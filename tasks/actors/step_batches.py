@@ -10,7 +10,7 @@ from staleflow.stores.trajectories.records import CommitRecord, batch_fingerprin
 from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
-from staleflow.tasks.training.batches import batch_metrics, consumed_rows
+from staleflow.tasks.training.batches import batch_metrics, rows_with_advantages
 from staleflow.tasks.training.microbatches import BatchMessage
 
 
@@ -42,7 +42,9 @@ class StepBatches:
         """Return the batch of a step in flight."""
         if step not in self._batches:
             settings, group_size = self._settings, self._settings.group_size
-            rows = consumed_rows(step, self._in_flight.batches[step], group_size, settings.advantage, settings.overlong)
+            rows = rows_with_advantages(
+                step, self._in_flight.batches[step], group_size, settings.advantage, settings.overlong
+            )
             trajectories_and_advantages = [(e.trajectory, e.advantage) for e in rows]
             fingerprint = asyncio.get_running_loop().run_in_executor(
                 self._store_thread.executor, batch_fingerprint, trajectories_and_advantages

@@ -18,8 +18,8 @@ from staleflow.tasks.sources.prompts import Prompts
 T = TypeVar("T")
 
 
-class DrawnPrompt(NamedTuple):
-    """An encoded prompt. tokens: [tokens] int32 token ids. row: its dataset row; see Task."""
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids. tokens: [tokens] int32 token ids. row: its dataset row; see Task."""
 
     tokens: IntArray
     row: int
@@ -31,19 +31,19 @@ class TaskCache:
     def __init__(
         self,
         prompts: Prompts,
-        sets: Sequence[EvaluationSet],
+        eval_sets: Sequence[EvaluationSet],
         tasks_of: Callable[[Iterable[GroupId]], Mapping[GroupId, tuple[int, int]]],
     ) -> None:
         """tasks_of: returns (source, task) of groups in flight."""
         self._prompts, self._tasks_of = prompts, tasks_of
-        self._items = EvaluationItems(prompts, sets)
+        self._items = EvaluationItems(prompts, eval_sets)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._records: dict[GroupId, Record] = {}
 
-    async def draw(self, start: int, draws: Sequence[tuple[int, int]]) -> list[DrawnPrompt]:
+    async def draw(self, start: int, draws: Sequence[tuple[int, int]]) -> list[EncodedPrompt]:
         """Return the prompts of groups `start`, start + 1, ... draws: (source, task) of each, as in GroupDrawn."""
 
-        def encode() -> list[tuple[Record, DrawnPrompt]]:
+        def encode() -> list[tuple[Record, EncodedPrompt]]:
             return [
                 (task.record, self._encode(task)) for task in self._draw_tasks(range(start, start + len(draws)), draws)
             ]
@@ -91,7 +91,7 @@ class TaskCache:
         source has fewer."""
         return await self._in_thread(lambda: [self._prompts.encode(task) for task in self._prompts.held_out(count)])
 
-    def prompt(self, group: GroupId, source: int, task: int) -> DrawnPrompt:
+    def prompt(self, group: GroupId, source: int, task: int) -> EncodedPrompt:
         """Return a group's prompt. source, task: as in GroupDrawn."""
         (group_task,) = self._draw_tasks([group], [(source, task)])
         return self._encode(group_task)
@@ -108,8 +108,8 @@ class TaskCache:
             tasks |= zip(numbers, self._prompts.tasks(list(numbers.values()), source), strict=True)
         return [tasks[group] for group in groups]
 
-    def _encode(self, task: Task) -> DrawnPrompt:
-        return DrawnPrompt(np.asarray(self._prompts.encode(task), np.int32), task.row)
+    def _encode(self, task: Task) -> EncodedPrompt:
+        return EncodedPrompt(np.asarray(self._prompts.encode(task), np.int32), task.row)
 
     def close(self) -> None:
         """End the thread without waiting for it."""

@@ -26,7 +26,7 @@ from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.trainer_rank import DistributedPolicy
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import BatchMessage, Row
-from staleflow.tasks.training.numerics import numerics
+from staleflow.tasks.training.numerics import describe_numerics
 from staleflow.tasks.training.policy import Policy, PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class Trainer:
             path=str(path),
             num_bytes=path.stat().st_size,
             probe_logprobs=self._policy.logprobs(self._probe_tokens) if self._probe_tokens else (),
-            numerics=numerics(),
+            numerics=describe_numerics(),
         )
 
     def _begin_resume_point(self, version: PolicyVersion) -> ExitStack:

@@ -44,7 +44,7 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors import in_flight_recovery, server_messages
 from staleflow.tasks.actors.actor_calls import remote_methods
-from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses, ResponseKey
+from staleflow.tasks.actors.draft_corpus import MAX_STORED_TOKENS, DraftCorpus, NewResponses, ResponseKey
 from staleflow.tasks.actors.engine_requests import build_request
 from staleflow.tasks.actors.episode_states import episode_state, newest_turn, recorded_score
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
@@ -93,9 +93,11 @@ class TrajectoryServer:
         self._store = self.store_class.create(path, settings.header) if existing_store is None else existing_store
         self._in_flight = InFlightState(group_size=settings.members_started_per_group)
         self._spool = Spool(path.with_name("spool"), settings.members_started_per_group)
-        self._draft_corpus = DraftCorpus(self._in_flight, MAX_TOKENS if settings.serves_drafts else 0, existing_store)
+        self._draft_corpus = DraftCorpus(
+            self._in_flight, MAX_STORED_TOKENS if settings.serves_drafts else 0, existing_store
+        )
         self._resume_points = ResumePoints(path.with_name("resume"))
-        self._task_cache = TaskCache(self._prompts, prompts.sets, self._in_flight.tasks_of)
+        self._task_cache = TaskCache(self._prompts, prompts.eval_sets, self._in_flight.tasks_of)
         self._last_record: CommitRecord | None = None
         self._committed = asyncio.Event()
         """Set by the next commit, and replaced."""

@@ -9,7 +9,7 @@ The KV cache of a finished request may be kept for its trajectory's next turn, u
 (least recently used first) or new weights are loaded. The next turn on the same instance then prefills only new tokens.
 
 With speculation every request gains the same number of tokens per step, the mean at the acceptance rate, and a step
-boundary is where each has gained a whole token (`CostModel.drafting`). So there are no random numbers, and a draft
+boundary is where each has gained a whole token (`CostModel.with_drafts`). So there are no random numbers, and a draft
 length of 0 gives exactly the same numbers as no speculation.
 """
 
@@ -126,7 +126,7 @@ class SimulatedBatch:
     ) -> None:
         self._base_cost = cost
         self._draft_settings = draft_settings or DraftSettings()
-        self._drafting_cost = cost.drafting(self._draft_settings.length, self._draft_settings.acceptance)
+        self._cost_with_drafts = cost.with_drafts(self._draft_settings.length, self._draft_settings.acceptance)
         self._drafts = DraftedTokens()  # of a request that has decoded since the start
         self._kv_capacity = kv_capacity
         self._max_running = max_running
@@ -151,7 +151,7 @@ class SimulatedBatch:
     @property
     def _cost(self) -> CostModel:
         """Cost model of the current batch's steps, with or without drafts."""
-        return self._drafting_cost if self._is_drafting else self._base_cost
+        return self._cost_with_drafts if self._is_drafting else self._base_cost
 
     @property
     def _is_drafting(self) -> bool:
@@ -180,11 +180,11 @@ class SimulatedBatch:
         """KV tokens cached for later turns at `clock`. They are evicted when running requests need the memory."""
         return self._cached_kv_tokens
 
-    def next_s(self) -> float:
+    def next_change_s(self) -> float:
         """Time of the next change of the batch, or of the earliest end that `advance` has not returned; inf: none."""
-        return min(self._next_change_s(), self._outputs[0].at_s) if self._outputs else self._next_change_s()
+        return min(self._next_batch_change_s(), self._outputs[0].at_s) if self._outputs else self._next_batch_change_s()
 
-    def _next_change_s(self) -> float:
+    def _next_batch_change_s(self) -> float:
         steps = self._steps_to_turn_end()
         change_s = (
             math.inf
@@ -206,7 +206,7 @@ class SimulatedBatch:
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
-    def work_by(self, now: float) -> WorkTotals:
+    def work_until(self, now: float) -> WorkTotals:
         """Return the totals, including the steps that have ended by `now`."""
         work, steps = replace(self.work), self._steps_to_turn_end()
         if steps is not None and now > self.clock:
@@ -219,7 +219,7 @@ class SimulatedBatch:
 
     def advance(self, now: float) -> list[FinishedRequest]:
         """Decode up to `now`. Returns the requests that ended, in order."""
-        while (change_s := self._next_change_s()) <= now:
+        while (change_s := self._next_batch_change_s()) <= now:
             steps = self._steps_to_turn_end()
             stop_s = math.inf
             if steps is not None:

@@ -57,33 +57,29 @@ class CostModel:
     prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0, high=10)
     verify_share: float = knob(1.0, "cost of verifying a draft token, as a share of k3", low=0)
 
-    def times(self, factor: float) -> CostModel:
+    def scaled(self, factor: float) -> CostModel:
         """Return a copy of the model in which every time is multiplied by `factor`."""
         return CostModel(
             k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
             prefill=self.prefill * factor, verify_share=self.verify_share,
         )  # fmt: skip
 
-    def compute_s(self, running: int) -> float:
+    def compute_s(self, running: float) -> float:
         """Seconds of a decode step without the attention over the KV cache."""
         return max(self.k2, self.b + self.k3 * running) + self.k4
 
-    def step_s(self, running: int, kv_tokens: float) -> float:
-        """Seconds of one decode step, in which each running trajectory gains one token."""
+    def step_s(self, running: float, kv_tokens: float) -> float:
+        """Seconds of one decode step, in which each running trajectory gains one token. running: may be a mean."""
         return self.k1 * kv_tokens + self.compute_s(running) if running else 0.0
 
-    def mean_step_s(self, running: float, kv_tokens: float) -> float:
-        """`step_s` for a mean number of running trajectories; a number below one counts as one."""
-        return self.k1 * kv_tokens + max(self.k2, self.b + self.k3 * max(running, 1.0)) + self.k4
-
-    def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
+    def step_s_by_instance(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         """`step_s` of many instances at once. An empty instance costs as much as its first step without KV cache."""
         seconds: Numbers = self.k1 * kv_tokens + np.maximum(self.k2, self.b + self.k3 * running) + self.k4
         return seconds
 
     # -- speculation ---------------------------------------------------------------------------------------------
 
-    def drafting(self, length: int, acceptance: float) -> CostModel:
+    def with_drafts(self, length: int, acceptance: float) -> CostModel:
         """Return the cost model of an instance that verifies `length` draft tokens per trajectory in every step.
 
         A step of the returned model is the share of a verification step in which each running trajectory gains one

@@ -55,7 +55,7 @@ class EmulatedEpisodes:
         self._workload = workload
         self._faults = faults or StepFaults()
 
-    def env_step(
+    def step_result(
         self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
     ) -> EmulatedStepResult:
         """Return the result of the environment step after a turn.

@@ -24,9 +24,9 @@ RESAMPLED_GROUPS = 4096
 """Groups of a resampled workload: more than most forecasts need before they repeat."""
 MAX_TURNS_FACTOR = 10
 """Maximum turns of a trajectory, as a multiple of the mean."""
-MAX_SECONDS = 100_000.0
-"""Maximum seconds of a simulated tool call or reset, about a day. Virtual time advances in short reporting
-intervals."""
+MAX_EMULATED_S = 100_000.0
+"""Maximum of an emulated duration, such as a tool call, in seconds: about a day. Virtual time advances in short
+reporting intervals."""
 
 
 class Turn(NamedTuple):
@@ -64,7 +64,7 @@ class WorkloadConfig:
     turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
     fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
     tool_s: float = knob(
-        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=MAX_SECONDS
+        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=MAX_EMULATED_S
     )
     tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
     tool_spread: float = knob(
@@ -73,7 +73,7 @@ class WorkloadConfig:
         low=0,
     )
     reset_s: float = knob(
-        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=MAX_SECONDS
+        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=MAX_EMULATED_S
     )
     tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
@@ -97,15 +97,16 @@ class WorkloadConfig:
 class RandomWorkload:
     """A workload with lengths drawn from a distribution."""
 
-    def __init__(self, config: WorkloadConfig, members: int, max_tokens: int, seed: int) -> None:
-        """members: number of trajectories per group. max_tokens: length at which responses are truncated."""
-        self._config, self._members, self._max_tokens, self._seed = config, members, max_tokens, seed
+    def __init__(self, config: WorkloadConfig, members_per_group: int, max_tokens: int, seed: int) -> None:
+        """max_tokens: length at which responses are truncated."""
+        self._config, self._max_tokens, self._seed = config, max_tokens, seed
+        self._members_per_group = members_per_group
         self._block = lru_cache(maxsize=64)(self._draw_block)
         self._turns = lru_cache(maxsize=8192)(self._draw_turns)
 
     def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadConfig, int, int, int]]:
         """Pickle only the settings; the receiver draws the same numbers."""
-        return RandomWorkload, (self._config, self._members, self._max_tokens, self._seed)
+        return RandomWorkload, (self._config, self._members_per_group, self._max_tokens, self._seed)
 
     @property
     def mean_tokens(self) -> float:
@@ -124,7 +125,7 @@ class RandomWorkload:
         total = int(block["lengths"][row, member])
         if self._config.kind != "agentic":
             return (Turn(total),)
-        return self._split(total, block["seeds"][row, member])
+        return self._split_into_turns(total, block["seeds"][row, member])
 
     def reward(self, group: int, member: int) -> float:
         return float(self._block(group // BLOCK_GROUPS)["rewards"][group % BLOCK_GROUPS, member])
@@ -132,7 +133,7 @@ class RandomWorkload:
     def _draw_block(self, block_index: int) -> dict[str, npt.NDArray[Any]]:
         config = self._config
         rng = generator(self._seed, Stream.WORKLOAD, block_index)
-        shape = (BLOCK_GROUPS, self._members)
+        shape = (BLOCK_GROUPS, self._members_per_group)
         group_noise, member_noise = rng.standard_normal((BLOCK_GROUPS, 1)), rng.standard_normal(shape)
         z = np.sqrt(config.group_correlation) * group_noise + np.sqrt(1 - config.group_correlation) * member_noise
         match config.kind:
@@ -149,7 +150,7 @@ class RandomWorkload:
                 raise ValueError(f"unknown workload {config.kind!r}")
         with_signal = rng.random((BLOCK_GROUPS, 1)) < config.signal_share
         # Half of a group has reward 1, in random order, so that rewards do not depend on which responses end first.
-        halves = rng.permuted(np.broadcast_to(np.arange(self._members) % 2, shape), axis=1)
+        halves = rng.permuted(np.broadcast_to(np.arange(self._members_per_group) % 2, shape), axis=1)
         rewards = np.where(with_signal, halves, 0)
         return {
             "lengths": np.clip(np.rint(lengths), 1, self._max_tokens).astype(np.int64),
@@ -157,7 +158,7 @@ class RandomWorkload:
             "seeds": rng.integers(0, 2**31, shape),
         }
 
-    def _split(self, total: int, seed: int) -> tuple[Turn, ...]:
+    def _split_into_turns(self, total: int, seed: int) -> tuple[Turn, ...]:
         """Split `total` sampled tokens into turns, with a tool call after each but the last."""
         s = self._config
         rng = np.random.default_rng(int(seed))
@@ -165,7 +166,7 @@ class RandomWorkload:
         count = min(num_turns, int(MAX_TURNS_FACTOR * s.turns), total)
         ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
         turn_tokens = np.diff(np.concatenate([[0], ends, [total]]))
-        tool_s = self._latencies(rng.standard_normal(count))
+        tool_s = self._tool_seconds(rng.standard_normal(count))
         tool_s[0] += s.reset_s
         last_index = count - 1
         return tuple(
@@ -173,7 +174,7 @@ class RandomWorkload:
             for i, (n, t) in enumerate(zip(turn_tokens, tool_s, strict=True))
         )
 
-    def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _tool_seconds(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of tool calls, from standard normal numbers."""
         s = self._config
         match s.tool_latency:

@@ -20,8 +20,9 @@ LINGER_S = 2.0
 would reset the connection, and a client that is still writing would never read the error."""
 
 
-def timed_protocol(head_s: float, max_connections: int) -> type[H11Protocol]:
-    """Make a uvicorn protocol class with limits: seconds for the head of a request, and open connections."""
+def make_protocol(head_s: float, max_connections: int) -> type[H11Protocol]:
+    """Make the class of the endpoint's connections for uvicorn. head_s: seconds for the head of a request.
+    max_connections: open connections; more are refused."""
 
     class TimedProtocol(H11Protocol):
         """A connection whose requests' heads must arrive in time."""

@@ -83,7 +83,7 @@ def render_tool_calls(message: ChatMessage) -> str:
     return "\n".join(filter(None, (message.content, *calls)))
 
 
-def completion_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+def chat_completion_body(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
     """Build the body of a reply to a request to /v1/chat/completions."""
     turn = reply.turn
     choice: dict[str, Any] = {

@@ -31,10 +31,10 @@ class ServedPolicy:
     Args:
         engine: Samples the responses; closed with this policy.
         tokenizer: Encodes messages and decodes responses.
-        key: API key.
+        api_key: The key that clients send.
         chat: Whether the chat template renders messages; if not, their texts are joined, those of users and tools
-            inserted into `template`.
-        template: Text with `{observation}`, used without a chat template.
+            inserted into `observation_template`.
+        observation_template: Text with `{observation}`, used without a chat template.
         max_context: Maximum tokens of a prompt and its response.
         max_new_tokens: Maximum tokens of a response, unless the request has its own limit.
     """
@@ -43,15 +43,15 @@ class ServedPolicy:
         self,
         engine: Engine,
         tokenizer: ChatTokenizer,
-        key: str,
+        api_key: str,
         *,
         chat: bool,
-        template: str,
+        observation_template: str,
         max_context: int,
         max_new_tokens: int,
     ) -> None:
-        self._engine, self._tokenizer, self._key = engine, tokenizer, key
-        self._chat, self._template = chat, template
+        self._engine, self._tokenizer, self._api_key = engine, tokenizer, api_key
+        self._chat, self._observation_template = chat, observation_template
         self._max_context, self._max_new_tokens = max_context, max_new_tokens
         self._request_ids = itertools.count()
         self._pending: dict[int, asyncio.Future[SampledTokens | FailedRequest]] = {}
@@ -68,13 +68,9 @@ class ServedPolicy:
 
     def find(self, key: str) -> ServedPolicy:
         """Return this policy if the key is correct. Raises RequestError."""
-        if hmac.compare_digest(key.encode(), self._key.encode()):
+        if hmac.compare_digest(key.encode(), self._api_key.encode()):
             return self
         raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")
-
-    def belongs_to_other(self, id: str, session: object) -> bool:
-        """Return False: there are no other sessions."""
-        return False
 
     async def request_turn(self, request: ChatRequest) -> TurnReply:
         """Sample the turn of a request. Raises RequestError."""
@@ -136,7 +132,7 @@ class ServedPolicy:
             truncated=True,
         )
         reply = build_reply(f"cmpl-{id}", id, int(time.time()), turn, request)
-        return replace(reply, scores=scores, prompt_text=self._tokenizer.text(prompt_tokens, special=True))
+        return replace(reply, scores=scores, prompt_text=self._tokenizer.text(prompt_tokens, keep_special=True))
 
     async def _score_waiting(self) -> None:
         """Score all waiting prompts, until there are none."""
@@ -173,7 +169,9 @@ class ServedPolicy:
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
         texts = [
-            m.content if i == 0 or m.role == "assistant" else self._template.replace("{observation}", m.content)
+            m.content
+            if i == 0 or m.role == "assistant"
+            else self._observation_template.replace("{observation}", m.content)
             for i, m in enumerate(messages)
         ]
         return self._tokenizer.ids("".join(texts))

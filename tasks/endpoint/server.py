@@ -25,11 +25,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from staleflow.stores.errors import ConfigError, raised_as, strerror
-from staleflow.tasks.endpoint.connections import timed_protocol
+from staleflow.tasks.endpoint.connections import make_protocol
 from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
 from staleflow.tasks.endpoint.replies import (
     TurnReply,
-    completion_body,
+    chat_completion_body,
     completions_body,
     error_body,
     generate_body,
@@ -45,7 +45,7 @@ from staleflow.tasks.endpoint.requests import (
     parse_generate,
     parse_json,
 )
-from staleflow.tasks.endpoint.sessions import RETRY_S, Sessions
+from staleflow.tasks.endpoint.sessions import RETRY_S, AgentSession, Sessions
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,6 @@ class SessionLookup(Protocol):
     def __len__(self) -> int: ...
 
     def find(self, key: str) -> TurnSource: ...
-
-    def belongs_to_other(self, id: str, session: Any) -> bool: ...
 
 
 class EndpointServer:
@@ -120,10 +118,10 @@ class EndpointServer:
             sock = listening_socket(config.host, config.port)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
-                server = QuietServer(
+                server = ServerWithoutSignalHandlers(
                     uvicorn.Config(
                         self._application(), log_level="critical", lifespan="off", ws="none",
-                        http=timed_protocol(config.body_s, config.max_connections), server_header=False,
+                        http=make_protocol(config.body_s, config.max_connections), server_header=False,
                         access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=KEEP_ALIVE_S, **tls,  # type: ignore[arg-type]
                     )
                 )  # fmt: skip
@@ -235,9 +233,8 @@ class EndpointServer:
         key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or session_id
         if not key:
             raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
-        lookup = self._lookup
-        session = lookup.find(key)
-        if session_id and lookup.belongs_to_other(session_id, session):
+        session = self._lookup.find(key)
+        if isinstance(session, AgentSession) and self.sessions.belongs_to_other(session_id, session):
             raise RequestError(403, "X-Session-ID is the id of another session than the key's", "invalid_session")
         return session
 
@@ -344,7 +341,7 @@ class _CountingApp:
             await _error_response(error)(scope, receive, count_and_send)
 
 
-class QuietServer(uvicorn.Server):
+class ServerWithoutSignalHandlers(uvicorn.Server):
     """A uvicorn server that does not change the process's signal handlers."""
 
     @contextlib.contextmanager
@@ -396,7 +393,7 @@ def _chat_response(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]
     (request,), (reply,) = requests, replies
     if request.stream:
         return Response("".join(stream_events(request, reply)), media_type="text/event-stream")
-    return _json(completion_body(request, reply))
+    return _json(chat_completion_body(request, reply))
 
 
 def _generate_response(requests: Sequence[ChatRequest], replies: Sequence[TurnReply]) -> Response:

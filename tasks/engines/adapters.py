@@ -48,12 +48,12 @@ class AdapterLayer:
     outputs: int
 
     @property
-    def down(self) -> str:
+    def down_name(self) -> str:
         """Name of matrix A in a file."""
         return f"{PEFT_PREFIX}{self.module}.lora_A.weight"
 
     @property
-    def up(self) -> str:
+    def up_name(self) -> str:
         """Name of matrix B in a file."""
         return f"{PEFT_PREFIX}{self.module}.lora_B.weight"
 
@@ -78,7 +78,7 @@ def name_in_file(parameter: str) -> str:
     return f"{PEFT_PREFIX}{parameter.replace('.default.', '.')}"
 
 
-def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
+def parse_layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
     """The layers of an adapter, from the names and shapes of its tensors. Raises StoreError if they are not those of a
     complete adapter. source: for messages."""
     shapes_by_module: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -96,7 +96,9 @@ def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[Adapte
     return layers
 
 
-def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:
+def check_layers(
+    layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object
+) -> None:
     """Raise StoreError if an adapter has another rank, or does not fit a model with these weights."""
     for layer in layers:
         shape = weights.get(f"{layer.module}.weight")

@@ -26,8 +26,8 @@ class Request:
     route_number: int
     tokens: tuple[int, ...]
     max_new_tokens: int
-    num_prior: int = 0
-    """Number of `tokens` that were sampled before, on this or another instance."""
+    num_response_tokens: int = 0
+    """Number of tokens that its response has so far, sampled on this or another instance or given by environments."""
     prompt: tuple[int, ...] | None = None
     """Prompt of its trajectory, if `tokens` is not the prompt followed by sampled tokens, as in a context branch."""
     num_turn_tokens: int = 0
@@ -49,7 +49,7 @@ class Request:
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
         """The prompt of the request's trajectory."""
-        return self.tokens[: len(self.tokens) - self.num_prior] if self.prompt is None else self.prompt
+        return self.tokens[: len(self.tokens) - self.num_response_tokens] if self.prompt is None else self.prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,9 @@ class Engine(Protocol):
         once, and with a temperature other than 1 only if the settings' `scores_at_any_temperature`."""
         ...
 
-    def load_statistics(self) -> EngineLoad: ...
+    def load_statistics(self) -> EngineLoad:
+        """Return the current load."""
+        ...
 
     def drafting_trajectories(self) -> tuple[TrajectoryId, ...]:
         """The running trajectories for which the engine drafts from earlier responses to the same prompt. Empty for
@@ -228,4 +230,6 @@ class Engine(Protocol):
         loaded as version 0. Tokens sampled from now on belong to `instance`. Not safe during other calls."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop sampling, and free what the engine holds."""
+        ...

@@ -9,7 +9,7 @@ UNLIMITED = 2**31
 """Context length in tokens of a model whose configuration has none."""
 
 
-def context_of(architecture: Mapping[str, Any]) -> int:
+def context_length_of(architecture: Mapping[str, Any]) -> int:
     """The context length of a model in tokens, from its configuration.
 
     A rotary embedding with short and long factors (longrope, as in Phi-3) rotates all positions differently once the

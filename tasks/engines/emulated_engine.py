@@ -27,13 +27,13 @@ from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request, SampledTokens, TokenScores
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.engines.engine_thread import EngineThread
-from staleflow.tasks.engines.running_requests import ListSegment, RunningRequest
+from staleflow.tasks.engines.running_requests import RawSegment, RunningRequest
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 
 EOS = 1
-FIRST_WORD, NUM_WORDS = 4, 90
+FIRST_TEXT_TOKEN, NUM_TEXT_TOKENS = 4, 90
 """First id, and number of ids, of tokens that are neither EOS nor a reward."""
-WEIGHT_NAME = "emulated"
+TENSOR_NAME = "emulated"
 """Name of the only tensor in published weights; it holds the version as a number."""
 
 NO_DRAFTS = DraftedTokens()
@@ -45,29 +45,29 @@ def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Eng
     return EmulatedEngine(settings, instance)
 
 
-def weights(version: int) -> dict[str, weight_hash.Array]:
+def emulated_weights(version: int) -> dict[str, weight_hash.Array]:
     """The weights that an emulated trainer publishes as `version`. Does not import torch, which takes a process
     seconds."""
-    return {WEIGHT_NAME: np.asarray([version], np.float32)}
+    return {TENSOR_NAME: np.asarray([version], np.float32)}
 
 
 def emulated_ids(key: int, start: int, count: int) -> IntArray:
     """[count] token ids at positions start, start + 1, ... of the response that `key` identifies."""
     positions = np.arange(start, start + count, dtype=np.uint64)
     hashes = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
-    return (hashes % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
+    return (hashes % np.uint64(NUM_TEXT_TOKENS)).astype(np.int32) + FIRST_TEXT_TOKEN
 
 
-def word_logprobs(tokens: IntArray) -> FloatArray:
+def emulated_logprobs(tokens: IntArray) -> FloatArray:
     """[T] synthetic logprobs of tokens, in nats. They depend only on the token, not on the version."""
     return (-0.5 - (tokens % 13) / 10).astype(np.float32)
 
 
-def word_scores(tokens: Sequence[int]) -> TokenScores:
+def emulated_scores(tokens: Sequence[int]) -> TokenScores:
     """Synthetic scores of tokens. Token 0 is the most likely one everywhere."""
-    (top_logprob,) = word_logprobs(np.zeros(1, np.int32)).tolist()
+    (top_logprob,) = emulated_logprobs(np.zeros(1, np.int32)).tolist()
     return TokenScores(
-        logprobs=tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist()),
+        logprobs=tuple(emulated_logprobs(np.asarray(tokens[1:], np.int32)).tolist()),
         top_tokens=(0,) * len(tokens),
         top_logprobs=(top_logprob,) * len(tokens),
     )
@@ -99,24 +99,24 @@ class Clock:
 
 
 class EmulatedEngine(EngineThread):
-    """An engine whose thread sleeps until the next request ends. The lock guards the batch too, so that any thread may
-    advance it to the present time."""
+    """An engine whose thread sleeps until the next request ends. Any thread that holds the lock may advance the batch
+    to the present time."""
 
     def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
         super().__init__(instance, model=None)
         self._settings = settings
-        self._weights = weights(0)
+        self._weights = emulated_weights(0)
         self._clock = clock or Clock()
-        self._forget_all()
+        self._drop_caches_and_counts()
         self._thread.start()
 
     def peek(self) -> list[SampledTokens]:
         with self._condition:
             self._check()
             for trajectory, num_tokens in self._batch.progress(self._catch_up()):
-                running = self._running(trajectory)
+                running = self._running_request(trajectory)
                 # The last token depends on how the response ends, which is not known before it does.
-                self._extend(running, min(num_tokens, self._plan_response(running.request).length - 1))
+                self._extend(running, min(num_tokens, self._planned_responses[running.request.trajectory].length - 1))
             return super().peek()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
@@ -135,14 +135,14 @@ class EmulatedEngine(EngineThread):
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         with self._condition:
             self._check()
-        return [word_scores(tokens) for tokens in sequences]
+        return [emulated_scores(tokens) for tokens in sequences]
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Decode up to the present time, and wait for the next change of the batch or the next call."""
         with self._condition:
-            wait_s = (self._batch.next_s() - self._catch_up()) / self._settings.time_scale
+            wait_s = (self._batch.next_change_s() - self._catch_up()) / self._settings.time_scale
             if not (self._calls or self._is_closing):
                 self._clock.wait(self._condition, wait_s)
 
@@ -158,7 +158,7 @@ class EmulatedEngine(EngineThread):
             end_s = self._batch.load(self._catch_up(), settings.pull_s, keep_cache=settings.keep_cache)
             self._finish(self._batch.advance(self._batch.clock))
             for trajectory, num_tokens in self._batch.progress(self._batch.clock):
-                self._extend(self._running(trajectory), num_tokens)
+                self._extend(self._running_request(trajectory), num_tokens)
             self._requests.change_version(version)
             self._contexts.clear()
             self._is_asleep = False
@@ -170,10 +170,11 @@ class EmulatedEngine(EngineThread):
             context_version, cached_tokens = self._contexts.pop(trajectory, (running.version, ()))
             if context_version != running.version or request.tokens[: len(cached_tokens)] != cached_tokens:
                 self._batch.release_cache(trajectory)
-            prior, num_prompt_tokens = request.num_prior, max(0, len(request.tokens) - request.num_prior)
-            turns = (Turn(self._plan_response(request).length),)
+            prior = request.num_response_tokens
+            response = self._planned_responses[trajectory] = self._plan_response(request)
+            turns = (Turn(response.length),)
             now = self._catch_up()
-            self._batch.submit(now, trajectory, request.route_number, num_prompt_tokens, prior, turns)
+            self._batch.submit(now, trajectory, request.route_number, max(0, len(request.tokens) - prior), prior, turns)
 
     def _remove(self, requests: Sequence[RunningRequest]) -> None:
         for running in requests:
@@ -182,13 +183,17 @@ class EmulatedEngine(EngineThread):
                 self._extend(running, removed_request.tokens, removed_request.drafts)
         self._finish(self._batch.advance(self._batch.clock))  # some may have ended at the same step boundary
 
+    def _drop_request(self, running: RunningRequest) -> None:
+        self._planned_responses.pop(running.request.trajectory, None)
+        super()._drop_request(running)
+
     def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
         super()._abort(trajectories)
         with self._condition:
             for trajectory in trajectories:
                 self._forget(trajectory)
 
-    def _forget_all(self) -> None:
+    def _drop_caches_and_counts(self) -> None:
         settings = self._settings
         self._batch = SimulatedBatch(
             settings.cost,
@@ -196,6 +201,8 @@ class EmulatedEngine(EngineThread):
             max_running=settings.max_running,
             draft_settings=settings.drafting,
         )
+        self._planned_responses: dict[TrajectoryId, PlannedResponse] = {}
+        """The responses that running requests will get."""
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
         """Cached contexts of trajectories between turns: the version that computed a context, and its tokens."""
         self._start_s = self._clock.now()
@@ -208,13 +215,13 @@ class EmulatedEngine(EngineThread):
 
     def _load_statistics(self) -> EngineLoad:
         now = self._catch_up()
-        work = self._batch.work_by(now)
+        work = self._batch.work_until(now)
         progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
-        requests = [(self._running(t).request, n) for t, n in progress]
+        requests = [(self._running_request(t).request, n) for t, n in progress]
         return EngineLoad(
             version=self.version,
             running=len(progress),
-            kv_tokens=sum(len(request.tokens) + n - request.num_prior for request, n in requests),
+            kv_tokens=sum(len(request.tokens) + n - request.num_response_tokens for request, n in requests),
             busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
             tokens_sampled=work.sampled_tokens,
             progress=progress,
@@ -237,12 +244,12 @@ class EmulatedEngine(EngineThread):
         return now
 
     def _finish(self, finished_requests: Sequence[FinishedRequest]) -> None:
-        for ended in finished_requests:
-            running = self._running(ended.trajectory)
+        for finished in finished_requests:
+            running = self._running_request(finished.trajectory)
             request = running.request
-            self._extend(running, ended.tokens, ended.drafts)
+            self._extend(running, finished.tokens, finished.drafts)
+            has_stopped = self._planned_responses[request.trajectory].ends_with_eos
             self._drop_request(running)
-            has_stopped = self._plan_response(request).ends_with_eos
             sampled = running.sampled_tokens(FinishReason.STOP if has_stopped else FinishReason.LENGTH)
             self._emit(sampled)
             if request.keep_kv:
@@ -251,7 +258,7 @@ class EmulatedEngine(EngineThread):
             else:
                 self._forget(request.trajectory)
 
-    def _running(self, trajectory: int) -> RunningRequest:
+    def _running_request(self, trajectory: int) -> RunningRequest:
         """The running request of a trajectory in the batch."""
         running = self._requests.get_by_trajectory(TrajectoryId(trajectory))
         assert running is not None, "requests leave the batch and the engine together"
@@ -261,10 +268,10 @@ class EmulatedEngine(EngineThread):
         """Give a request the tokens of its response up to `num_tokens`, under its current version. drafts: of the whole
         request."""
         running.drafted_tokens, running.accepted_tokens = round(drafts.drafted), round(drafts.accepted)
-        start = running.request.num_prior + running.num_sampled
+        start = running.request.num_response_tokens + running.num_sampled
         if num_tokens <= start:
             return
-        response = self._plan_response(running.request)
+        response = self._planned_responses[running.request.trajectory]
         ids = emulated_ids(response.seed, start, num_tokens - start)
         if response.ends_with_eos and num_tokens == response.length:
             ids[-1] = EOS
@@ -273,7 +280,7 @@ class EmulatedEngine(EngineThread):
         segments = running.closed_segments
         if segments and segments[-1].version == running.version:
             ids = np.concatenate([segments.pop().tokens, ids])
-        segments.append(ListSegment(running.version, self._instance, ids, word_logprobs(ids)))
+        segments.append(RawSegment(running.version, self._instance, ids, emulated_logprobs(ids)))
 
     def _forget(self, trajectory: TrajectoryId) -> None:
         """Drop the cached context of a trajectory."""
@@ -287,12 +294,12 @@ class EmulatedEngine(EngineThread):
         group, member = divmod(abs(seed), members)
         turns = workload.turns(group, member)
         planned_tokens = sum(turn.tokens + turn.tool_tokens for turn in turns)
-        length = request.num_prior + remaining_tokens(turns, request.num_prior)
-        if planned_tokens <= request.num_prior:  # already longer than planned: it continues for as long again
-            length = planned_tokens + request.num_prior
-        max_length = request.num_prior + request.max_new_tokens
+        length = request.num_response_tokens + remaining_tokens(turns, request.num_response_tokens)
+        if planned_tokens <= request.num_response_tokens:  # already longer than planned: it continues for as long again
+            length = planned_tokens + request.num_response_tokens
+        max_length = request.num_response_tokens + request.max_new_tokens
         return PlannedResponse(
-            length=max(request.num_prior + 1, min(length, max_length)),
+            length=max(request.num_response_tokens + 1, min(length, max_length)),
             ends_with_eos=length <= max_length,
             seed=seed,
             reward=workload.reward(group, member),

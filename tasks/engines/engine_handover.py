@@ -41,7 +41,7 @@ class _RegisteredEngine:
     """An engine and the actor that uses it."""
 
     run_folder: str
-    settings: bytes
+    settings_digest: bytes
     engine: Engine
     actor: weakref.ref[object]
 
@@ -87,14 +87,18 @@ def take_over(run_folder: str, settings: EngineSettings, instance: InstanceId) -
     """Return the engine of a lost actor of this run, reset for `instance`; None if there is none. Waits for an actor
     that is about to go. Closes all other engines without an actor. run_folder: empty to take over none."""
     deadline = time.monotonic() + ACTOR_EXIT_S
-    while _has_actor(run_folder) and time.monotonic() < deadline:
+    while run_folder and _has_actor(run_folder) and time.monotonic() < deadline:
         gc.collect()  # the traceback of a failed call may keep the actor alive by a reference cycle
         time.sleep(POLL_S)
     engine: Engine | None = None
     with _lock:
         for orphan in [orphan for orphan in _registered_engines if orphan.actor() is None]:
             _registered_engines.remove(orphan)
-            if engine is None and (orphan.run_folder, orphan.settings) == (run_folder, _digest(settings)):
+            if (
+                run_folder
+                and engine is None
+                and (orphan.run_folder, orphan.settings_digest) == (run_folder, _digest(settings))
+            ):
                 try:
                     orphan.engine.reset(instance)
                 except ActorLost as error:

@@ -87,8 +87,8 @@ class EngineSettings(RegistryEntry):
     """The sources of drafts it can verify (rollout.engine.speculation.source)."""
 
     @classmethod
-    def like(cls, other: EngineSettings, **changes: Any) -> Self:
-        """A copy of these settings with the cache and batch sizes of another engine."""
+    def with_knobs_of(cls, other: EngineSettings, **changes: Any) -> Self:
+        """Settings of this class with the common knobs of another engine's, such as the sizes of cache and batch."""
         return cls(**{f.name: getattr(other, f.name) for f in dataclasses.fields(EngineSettings)} | changes)
 
     @property

@@ -1,9 +1,9 @@
 """Base of all engines: one thread runs the model or its emulation, and other threads send it requests and calls.
 
-Invariants: only the engine's thread uses the model and its scheduler, and it runs calls between two steps. So each
-token belongs to one version, a stopped request has all tokens that were sampled, and weights change under running
-requests without losing any. The lock guards requests and events. The thread holds it only while it adds tokens to
-requests, so `load_statistics` and `events` return also while weights are loaded.
+Invariants: only the engine's thread uses a model and its scheduler, and it runs calls between two steps. So each token
+belongs to one version, a stopped request has all tokens that were sampled, and weights change under running requests
+without losing any. The lock guards requests, events and what any thread may use, such as the batch of the emulated
+engine. The thread holds it only for moments, so `load_statistics` and `events` return also while weights are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class EngineThread(ABC):
-    """Base class of an engine whose model runs in one thread. Subclasses implement a step by the abstract methods; the
+    """Base class of an engine that runs in one thread. Subclasses implement a step by the abstract methods; the
     contract of an engine is in tasks/engines/base.py."""
 
     def __init__(self, instance: InstanceId, model: str | None) -> None:
@@ -51,7 +51,7 @@ class EngineThread(ABC):
         return self._requests.version
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._stop_check_maker.prepare(requests)
+        self._stop_check_maker.load_tokenizer_for(requests)
         self._call(lambda: self._submit(requests))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -114,8 +114,8 @@ class EngineThread(ABC):
         """Stop computing requests, or end those that end by themselves at this moment. The caller holds the lock."""
 
     @abstractmethod
-    def _forget_all(self) -> None:
-        """Drop all caches and counts. No request is running."""
+    def _drop_caches_and_counts(self) -> None:
+        """Drop all caches and counts for a new run. No request is running."""
 
     @abstractmethod
     def _free_device(self) -> None:
@@ -231,7 +231,7 @@ class EngineThread(ABC):
             self._stop([running.request.trajectory for running in self._requests])
             self._instance, self._outputs = instance, []
             self._requests.reset(instance)
-            self._forget_all()
+            self._drop_caches_and_counts()
 
     # -- internals -----------------------------------------------------------------------------------------------
 

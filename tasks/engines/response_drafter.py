@@ -158,20 +158,20 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         self._num_drafted: Counter[PredictionKind] = Counter()
-        self._num_sampled: Counter[PredictionKind] = Counter()
+        self._num_accepted: Counter[PredictionKind] = Counter()
 
     def likelihood(self, kind: PredictionKind) -> float:
         """Estimated probability that a draft token of this kind is accepted."""
         prior = PRIORS[kind[1]] * PRIOR_WEIGHT
-        return (self._num_sampled[kind] + prior) / (self._num_drafted[kind] + PRIOR_WEIGHT)
+        return (self._num_accepted[kind] + prior) / (self._num_drafted[kind] + PRIOR_WEIGHT)
 
-    def add(self, kind: PredictionKind, *, sampled: bool) -> None:
+    def add(self, kind: PredictionKind, *, is_accepted: bool) -> None:
         """Count one draft token."""
         self._num_drafted[kind] += 1
-        self._num_sampled[kind] += sampled
+        self._num_accepted[kind] += is_accepted
         if self._num_drafted[kind] >= DECAY_COUNT:
             self._num_drafted[kind] //= 2
-            self._num_sampled[kind] //= 2
+            self._num_accepted[kind] //= 2
 
 
 class _Prediction(NamedTuple):
@@ -276,7 +276,7 @@ class Drafter:
             return
         index = self._ensure_index(request)
         for (predicted_token, kind), token in zip(request.predictions, tokens, strict=False):
-            self._acceptance.add(kind, sampled=predicted_token == token)
+            self._acceptance.add(kind, is_accepted=predicted_token == token)
             if predicted_token != token:
                 break
         request.predictions = []

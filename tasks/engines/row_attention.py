@@ -55,7 +55,7 @@ class NewTokens:
 
     capacity: int
     bucket_rows: int
-    tokens: slice
+    pass_slice: slice
     slots: torch.Tensor
     positions: torch.Tensor
 
@@ -123,7 +123,7 @@ class RowPass:
                 for new_tokens in self._new_tokens
             ]
         for new_tokens, indices in zip(self._new_tokens, self._storage_indices[heads], strict=True):
-            keys_and_values = flat_keys[new_tokens.tokens], flat_values[new_tokens.tokens]
+            keys_and_values = flat_keys[new_tokens.pass_slice], flat_values[new_tokens.pass_slice]
             self._layers[layer].write(new_tokens.capacity, new_tokens.bucket_rows, indices, *keys_and_values)
         if layer in self._latent_layers:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)

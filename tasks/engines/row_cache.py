@@ -71,7 +71,7 @@ class SavedRow:
     """A copy of a row's cache after `length` tokens. attention: by attention layer. states: by recurrent layer."""
 
     length: int
-    attention: list[KeysAndValues]
+    keys_and_values: list[KeysAndValues]
     states: list[Any]
 
 
@@ -132,7 +132,7 @@ class RowCache(Cache):
 
     def restore(self, row: BatchRow, saved: SavedRow) -> None:
         """Set an empty row to a saved copy."""
-        self._buckets.restore(row, saved.attention, saved.length)
+        self._buckets.restore(row, saved.keys_and_values, saved.length)
         row.states = saved.states or None
 
     def _move_states_to_rows(self, rows: Sequence[BatchRow]) -> None:

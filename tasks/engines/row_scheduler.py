@@ -33,19 +33,19 @@ VersionedTokens = tuple[PolicyVersion, tuple[int, ...]]
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RequestRow(BatchRow):
-    """A request as a row of the batch. tokens: its context so far; the first `length` are computed. max_tokens: maximum
-    length of the context. draft: tokens that the next step verifies."""
+    """A request as a row of the batch. tokens: its context so far; the first `length` are computed.
+    max_context_tokens: maximum length of the context. draft: tokens that the next step verifies."""
 
     running_request: RunningRequest
     tokens: list[int]
-    max_tokens: int
+    max_context_tokens: int
     eos_ids: frozenset[int]
     temperature: float
-    context: VersionedTokens = (PolicyVersion(0), ())
+    queued_context: VersionedTokens = (PolicyVersion(0), ())
     """Its tokens and version when it started to wait."""
-    is_shared: bool = False
+    has_awaited_prompt: bool = False
     """Whether other requests waited for the same context when it was admitted."""
-    is_mixed: bool = False
+    has_mixed_versions: bool = False
     """Whether it has been computed under several versions."""
     draft: list[int] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class CachedContext:
 
     version: PolicyVersion
     tokens: list[int]
-    saved: SavedRow
+    saved_row: SavedRow
 
 
 class RowScheduler:
@@ -118,7 +118,7 @@ class RowScheduler:
 
     def end(self, row: RequestRow) -> None:
         """End a request that has finished by itself. Its context is cached if its trajectory may have another turn."""
-        if row.running_request.request.keep_kv and not row.is_mixed:
+        if row.running_request.request.keep_kv and not row.has_mixed_versions:
             self.forget(row.trajectory)
             version, tokens = row.running_request.version, row.tokens[: row.length]
             self._cached_contexts[row.trajectory] = CachedContext(version, tokens, self._cache.save(row))
@@ -130,14 +130,14 @@ class RowScheduler:
         """Drop the cached context of a trajectory."""
         self._cached_contexts.pop(trajectory, None)
 
-    def change_weights(self, *, keep: bool) -> None:
+    def drop_old_caches(self, *, keep_decoding: bool) -> None:
         """Drop all cached contexts after new weights are loaded. keep: whether decoding rows keep their cache;
         otherwise all rows are prefilled again."""
         self._cached_contexts.clear()
         self._cached_prompts.clear()
         for row in reversed(self._rows.copy()):
-            if keep and row.num_pending == 1:
-                row.is_mixed = True
+            if keep_decoding and row.num_pending == 1:
+                row.has_mixed_versions = True
             else:
                 self._preempt(row)
         waiting_rows, self._waiting = self._waiting, deque()
@@ -158,7 +158,7 @@ class RowScheduler:
         for row in self._rows:
             if not (row.length and row.num_pending == 1) and budget > 0:
                 # A prompt that others wait for is computed without its last token, so that it can be copied for them.
-                count = row.num_pending - (row.is_shared and row.num_pending > 1)
+                count = row.num_pending - (row.has_awaited_prompt and row.num_pending > 1)
                 if self._cache.can_split_input:
                     count = min(count, budget)
                 elif row.length:
@@ -177,44 +177,44 @@ class RowScheduler:
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _enqueue(self, row: RequestRow, *, first: bool) -> None:
-        row.context = (row.running_request.version, tuple(row.tokens))
-        self._num_waiting_by_context[row.context] += 1
+        row.queued_context = (row.running_request.version, tuple(row.tokens))
+        self._num_waiting_by_context[row.queued_context] += 1
         if first:
             self._waiting.appendleft(row)
         else:
             self._waiting.append(row)
 
     def _count_dequeued(self, row: RequestRow) -> None:
-        self._num_waiting_by_context[row.context] -= 1
-        if not self._num_waiting_by_context[row.context]:
-            del self._num_waiting_by_context[row.context]
-            self._cached_prompts.pop(row.context, None)
+        self._num_waiting_by_context[row.queued_context] -= 1
+        if not self._num_waiting_by_context[row.queued_context]:
+            del self._num_waiting_by_context[row.queued_context]
+            self._cached_prompts.pop(row.queued_context, None)
 
     def _preempt(self, row: RequestRow) -> None:
         """Move a row back to the queue, before all others."""
         self._rows.remove(row)
         self._cache.remove(row)
-        row.is_shared = row.is_mixed = False
+        row.has_awaited_prompt = row.has_mixed_versions = False
         row.draft = []
         self._enqueue(row, first=True)
 
     def _admit_waiting(self) -> None:
         """Admit waiting requests to the batch while there are slots and memory."""
         for row in self._rows:
-            if row.is_shared and row.num_pending == 1:
-                row.is_shared = False
-                if row.context in self._num_waiting_by_context:
-                    self._cached_prompts[row.context] = self._cache.save(row)
-        contexts_in_prefill = {row.context for row in self._rows if row.is_shared}
+            if row.has_awaited_prompt and row.num_pending == 1:
+                row.has_awaited_prompt = False
+                if row.queued_context in self._num_waiting_by_context:
+                    self._cached_prompts[row.queued_context] = self._cache.save(row)
+        contexts_in_prefill = {row.queued_context for row in self._rows if row.has_awaited_prompt}
         postponed_rows: list[RequestRow] = []
         while self._waiting and len(self._rows) < self._settings.max_running:
             row = self._waiting[0]
-            if row.context not in contexts_in_prefill:
+            if row.queued_context not in contexts_in_prefill:
                 if not self._reserve_pages(row):
                     break
                 self._admit_first(row)
-                if row.is_shared:
-                    contexts_in_prefill.add(row.context)
+                if row.has_awaited_prompt:
+                    contexts_in_prefill.add(row.queued_context)
             else:
                 postponed_rows.append(self._waiting.popleft())
         self._waiting.extendleft(reversed(postponed_rows))
@@ -224,11 +224,11 @@ class RowScheduler:
         self._waiting.popleft()
         cached_context = self._cached_contexts.pop(row.trajectory, None)
         if cached_context is not None and _continues_cached(row, cached_context):
-            self._cache.restore(row, cached_context.saved)
-        elif (prompt := self._cached_prompts.get(row.context)) is not None:
+            self._cache.restore(row, cached_context.saved_row)
+        elif (prompt := self._cached_prompts.get(row.queued_context)) is not None:
             self._cache.restore(row, prompt)
         else:
-            row.is_shared = self._num_waiting_by_context[row.context] > 1 and len(row.tokens) > 1
+            row.has_awaited_prompt = self._num_waiting_by_context[row.queued_context] > 1 and len(row.tokens) > 1
         self.cached_tokens += row.length
         self.prefilled_tokens += row.num_pending
         self._rows.append(row)
@@ -277,7 +277,7 @@ class RowScheduler:
         is_busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
         token_budget = self._settings.max_batch_tokens - len(self._rows)
         for row in self._rows:
-            max_draft = min(token_budget, row.max_tokens - len(row.tokens) - 1)
+            max_draft = min(token_budget, row.max_context_tokens - len(row.tokens) - 1)
             row.draft = [] if is_busy else self._drafter.draft(row.running_request.key, max_draft)
             token_budget -= len(row.draft)
         if self._used_pages() > self._num_pages:

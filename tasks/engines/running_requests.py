@@ -27,11 +27,11 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
-from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, load_chat_tokenizer, load_detokenizer
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, is_special, load_chat_tokenizer, load_detokenizer
 
 
-class ListSegment(NamedTuple):
-    """A segment before conversion to arrays, which is deferred: a weight update closes a segment of every
+class RawSegment(NamedTuple):
+    """A segment whose values may still be lists; they become arrays later: a weight update closes a segment of every
     running request while decoding waits."""
 
     version: PolicyVersion
@@ -57,7 +57,7 @@ class RunningRequest:
     key: str = ""
     version: PolicyVersion = PolicyVersion(0)
     """Policy version that it is sampled under now."""
-    closed_segments: list[ListSegment] = field(default_factory=list)
+    closed_segments: list[RawSegment] = field(default_factory=list)
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class RunningRequest:
         return SampledTokens(
             trajectory=request.trajectory,
             route_number=request.route_number,
-            start=request.num_prior,
+            start=request.num_response_tokens,
             segments=segments,
             finish=finish,
             drafted_tokens=self.drafted_tokens,
@@ -93,27 +93,21 @@ class RunningRequests:
     """All running requests, by the engine's key and by trajectory, and the versions that are served."""
 
     def __init__(self, instance: InstanceId) -> None:
-        self.instance = instance
-        self.version = PolicyVersion(0)
-        """The newest served version."""
-        self._served_versions = [self.version]
-        self._running: dict[str, RunningRequest] = {}
-        self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
         self._num_added = 0
-        self._tokens_sampled = self._drafts = self._drafted_tokens = self._accepted_tokens = 0
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
+        self.reset(instance)
 
     def reset(self, instance: InstanceId) -> None:
         """Drop all requests and counts for a new run: the engine belongs to `instance`, and serves version 0. Keys of
         earlier requests are not used again."""
         self.instance = instance
         self.version = PolicyVersion(0)
+        """The newest served version."""
         self._served_versions = [self.version]
-        self._running.clear()
-        self._by_trajectory.clear()
+        self._running: dict[str, RunningRequest] = {}
+        self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
         self._tokens_sampled = self._drafts = self._drafted_tokens = self._accepted_tokens = 0
-        self._busy_s, self._busy_since = 0.0, None
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
 
     def __len__(self) -> int:
         return len(self._running)
@@ -202,8 +196,8 @@ class RunningRequests:
             for running in self._running.values()
         ]
 
-    def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
-        """Return the engine's load. waiting, preemptions: the engine's counts of waiting requests and preemptions."""
+    def load_statistics(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+        """Return the engine's current load. waiting: number of requests outside the batch. preemptions: since start."""
         busy_s = self._busy_s
         if self._busy_since is not None:
             busy_s += time.monotonic() - self._busy_since
@@ -214,7 +208,7 @@ class RunningRequests:
             kv_tokens=sum(len(r.request.tokens) + r.num_sampled for r in running),
             busy_s=busy_s,
             tokens_sampled=self._tokens_sampled,
-            progress=tuple((r.request.trajectory, r.request.num_prior + r.num_sampled) for r in running),
+            progress=tuple((r.request.trajectory, r.request.num_response_tokens + r.num_sampled) for r in running),
             waiting=waiting,
             preemptions=preemptions,
             drafts=self._drafts,
@@ -222,8 +216,8 @@ class RunningRequests:
             accepted_tokens=self._accepted_tokens,
         )
 
-    def _current_segment(self, running: RunningRequest) -> ListSegment:
-        return ListSegment(running.version, self.instance, running.tokens, running.logprobs)
+    def _current_segment(self, running: RunningRequest) -> RawSegment:
+        return RawSegment(running.version, self.instance, running.tokens, running.logprobs)
 
 
 MARGIN_CHARS = 16
@@ -260,7 +254,9 @@ class StopCheck:
             if self.has_stopped:
                 return count
             text = self._detokenizer.text([*self._window, token])
-            if text == self._text and self._is_special(token):  # else many of them would make each token slow
+            if text == self._text and is_special(
+                self._detokenizer, token
+            ):  # else many of them would make each token slow
                 continue
             self._window.append(token)
             self._text = text
@@ -268,9 +264,6 @@ class StopCheck:
             if len(text) > 4 * self._window_chars:
                 self._shorten()
         return len(tokens)
-
-    def _is_special(self, token: int) -> bool:
-        return not self._detokenizer.text([token]) and bool(self._detokenizer.text([token], special=True))
 
     def _shorten(self) -> None:
         """Drop about the first half of the window if the rest has enough text, so that the cost of a token is constant
@@ -298,7 +291,7 @@ class StopCheckMaker:
         self._detokenizer: Detokenizer | None = None
         self._load_lock = threading.Lock()
 
-    def prepare(self, requests: Sequence[Request]) -> None:
+    def load_tokenizer_for(self, requests: Sequence[Request]) -> None:
         """Load the tokenizer if these requests need it; call it before locking. Raises ConfigError if that fails."""
         if self._model and self._detokenizer is None and any(request.stop.strings for request in requests):
             with self._load_lock:
@@ -309,7 +302,7 @@ class StopCheckMaker:
         """Create the check for a request; None if it has no stop strings."""
         if not (self._model and request.stop.strings):
             return None
-        self.prepare([request])
+        self.load_tokenizer_for([request])
         assert self._detokenizer is not None
         turn_tokens = request.tokens[len(request.tokens) - request.num_turn_tokens :]
         return StopCheck(self._detokenizer, request.stop.strings, turn_tokens)

@@ -119,8 +119,8 @@ class ServedAdapters:
     def check(self, tensors: AdapterTensors, file: Path) -> tuple[list[AdapterLayer], AdapterTensors]:
         """Convert a version's adapter to the form that `add` takes. Raises StoreError if it is not an adapter of this
         model."""
-        layers = adapters.layers(weight_folder.shapes(tensors), file)
-        adapters.check(layers, self._config.rank, self._shapes, file)
+        layers = adapters.parse_layers(weight_folder.shapes(tensors), file)
+        adapters.check_layers(layers, self._config.rank, self._shapes, file)
         for layer in layers:
             if not isinstance(self._model.get_submodule(layer.module), torch.nn.Linear):
                 raise StoreError(f"{file}: the model's {layer.module} is not a linear layer and cannot have an adapter")
@@ -133,7 +133,7 @@ class ServedAdapters:
                 base: Any = self._model.get_submodule(layer.module)
                 self._layers[layer.module] = AdaptedLinear(base, self._config.scaling, self.versions)
                 self._model.set_submodule(layer.module, self._layers[layer.module])
-            self._layers[layer.module].matrices[version] = tensors[layer.down], tensors[layer.up]
+            self._layers[layer.module].matrices[version] = tensors[layer.down_name], tensors[layer.up_name]
 
     def drop(self, version: PolicyVersion) -> None:
         """Free a version's adapter."""

@@ -37,11 +37,11 @@ _load_lock = threading.Lock()
 """Lock for loading a model. `from_pretrained` patches torch and transformers for the whole process meanwhile; two
 concurrent calls could leave a patch behind."""
 
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 """Alignment of CPU tensors that PyTorch allocates, in bytes. Tensors of a memory-mapped model file have any alignment,
 and matrix products may round differently there: an engine that has slept would differ from others in the last bits."""
 
-LOGIT_POSITIONS = 64
+MAX_COPIED_POSITIONS = 64
 """Positions whose logits are copied at a time, to sample or to score tokens: copies of all would take many times the
 memory of logits."""
 
@@ -83,7 +83,9 @@ class TransformersEngine(EngineThread):
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         passes = split_passes(sequences, self._settings.max_batch_tokens if self._row_model.cache.can_crop else 0)
-        futures = [self._call(partial(self._score_together, together, temperature)) for together in passes]
+        futures = [
+            self._call(partial(self._score_in_one_pass, pass_sequences, temperature)) for pass_sequences in passes
+        ]
         return [scores for future in futures for scores in future.result()]
 
     # -- the engine's thread -------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class TransformersEngine(EngineThread):
     def _add_tokens(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
         """Append sampled tokens to a request: the accepted drafts and one more."""
         running, draft = row.running_request, row.draft
-        num_accepted_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_tokens - len(row.tokens))
+        num_accepted_drafts = num_accepted(draft, tokens, row.eos_ids, row.max_context_tokens - len(row.tokens))
         new_ids = tokens[: num_accepted_drafts + 1]
         if running.stop_check is not None:
             new_ids = new_ids[: running.stop_check.add(new_ids)]
@@ -135,7 +137,7 @@ class TransformersEngine(EngineThread):
     def _end_if_complete(self, row: RequestRow) -> None:
         running = row.running_request
         has_stopped = running.has_stopped or row.tokens[-1] in row.eos_ids
-        if has_stopped or len(row.tokens) >= row.max_tokens:
+        if has_stopped or len(row.tokens) >= row.max_context_tokens:
             self._scheduler.end(row)
             self._drop_request(running)
             self._emit(running.sampled_tokens(FinishReason.STOP if has_stopped else FinishReason.LENGTH))
@@ -154,7 +156,7 @@ class TransformersEngine(EngineThread):
         row = self._rows[running.key] = RequestRow(
             running_request=running,
             tokens=list(request.tokens),
-            max_tokens=len(request.tokens) + request.max_new_tokens,
+            max_context_tokens=len(request.tokens) + request.max_new_tokens,
             eos_ids=frozenset((*self._settings.eos, *request.stop.token_ids)),
             temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
         )
@@ -173,7 +175,7 @@ class TransformersEngine(EngineThread):
         for trajectory in trajectories:
             self._scheduler.forget(trajectory)
 
-    def _forget_all(self) -> None:
+    def _drop_caches_and_counts(self) -> None:
         self._scheduler.clear()
         if self._drafter is not None:
             self._drafter.reset()
@@ -181,7 +183,7 @@ class TransformersEngine(EngineThread):
             self._adapters.clear()
 
     def _free_device(self) -> None:
-        self._scheduler.change_weights(keep=False)
+        self._scheduler.drop_old_caches(keep_decoding=False)
         for parameter in self._model.parameters():
             parameter.data = parameter.new_empty(0)
         if self._generator.device.type == "cuda":
@@ -189,7 +191,7 @@ class TransformersEngine(EngineThread):
 
     def _load_statistics(self) -> EngineLoad:
         return dataclasses.replace(
-            self._requests.load(self._scheduler.num_waiting, self._scheduler.preemptions),
+            self._requests.load_statistics(self._scheduler.num_waiting, self._scheduler.preemptions),
             kept_tokens=self._scheduler.kept_tokens,
             prefilled_tokens=self._scheduler.prefilled_tokens,
             cached_tokens=self._scheduler.cached_tokens,
@@ -209,15 +211,15 @@ class TransformersEngine(EngineThread):
         versions then."""
         with raised_as(WeightsRefused, f"{self._instance}: version {version} cannot be loaded", Exception):
             for name, parameter in parameters.items():
-                if self._is_asleep or parameter.data_ptr() % ALIGNMENT:
+                if self._is_asleep or parameter.data_ptr() % ALIGNMENT_BYTES:
                     parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
                 parameter.copy_(published[name])
         self._is_asleep = False
         with self._condition:
             self._requests.change_version(version)
-            self._scheduler.change_weights(keep=self._settings.keep_cache)
+            self._scheduler.drop_old_caches(keep_decoding=self._settings.keep_cache)
 
-    def _score_together(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[TokenScores]:
+    def _score_in_one_pass(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[TokenScores]:
         """Score sequences in one forward pass, or a single long one in several."""
         rows, cache = [BatchRow() for _ in sequences], self._row_model.new_cache()
         longest = max(map(len, sequences))
@@ -229,8 +231,8 @@ class TransformersEngine(EngineThread):
             all_logits = self._row_model.logits(list(zip(rows, new_tokens, strict=True)), lengths, cache)
             for row, tokens, logits, row_parts in zip(rows, sequences, all_logits, parts, strict=True):
                 targets = tokens[start + 1 : start + 1 + len(logits)]
-                for first in range(0, len(logits), LOGIT_POSITIONS):
-                    positions = slice(first, first + LOGIT_POSITIONS)
+                for first in range(0, len(logits), MAX_COPIED_POSITIONS):
+                    positions = slice(first, first + MAX_COPIED_POSITIONS)
                     row_parts.append(score_tokens(logits[positions].float() / temperature, targets[positions]))
                 row.length += len(logits)
             del all_logits, logits  # before the next pass has its own
@@ -346,8 +348,8 @@ def sample(
     if any(temperatures):
         uniform = torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=device)
     tokens, token_logprobs = [], []
-    for first in range(0, len(logits), LOGIT_POSITIONS):
-        positions = slice(first, first + LOGIT_POSITIONS)
+    for first in range(0, len(logits), MAX_COPIED_POSITIONS):
+        positions = slice(first, first + MAX_COPIED_POSITIONS)
         logprobs = torch.stack(logits[positions]).float().div_(divisors[positions]).log_softmax(-1)
         chosen = None if uniform is None else _draw(logprobs, uniform[positions])
         if chosen is None or not all(temperatures[positions]):

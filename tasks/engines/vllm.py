@@ -26,7 +26,7 @@ from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
-from staleflow.tasks.engines.vllm_layouts import adapted_layers, cache_bytes, checkpoint_shapes
+from staleflow.tasks.engines.vllm_layouts import adapted_layer_names, cache_bytes, checkpoint_shapes
 from staleflow.tasks.engines.vllm_scheduler import VllmScheduler, version_salt
 
 if TYPE_CHECKING:
@@ -111,13 +111,13 @@ class VllmEngine(EngineThread):
 
     def _load_statistics(self) -> EngineLoad:
         statistics: dict[str, Any] = {**self._scheduler_statistics}
-        return dataclasses.replace(self._requests.load(), **statistics)
+        return dataclasses.replace(self._requests.load_statistics(), **statistics)
 
     def _admit(self, running: RunningRequest) -> None:
         request, version = running.request, running.version
-        self._add(running.key, request.tokens, self._sampling(request), version, version_salt(version))
+        self._add_to_vllm(running.key, request.tokens, self._sampling_params(request), version, version_salt(version))
 
-    def _add(
+    def _add_to_vllm(
         self,
         key: str,
         tokens: Sequence[int],
@@ -136,14 +136,14 @@ class VllmEngine(EngineThread):
             tokens_input(list(tokens), cache_salt=cache_salt),
             sampling_params,
             core.get_supported_tasks(),
-            lora_request=None if self._adapters is None else self._adapters.request(version),
+            lora_request=None if self._adapters is None else self._adapters.lora_request(version),
             priority=priority,
         )
         # Outputs are taken from the core directly (_step): vLLM's processing of them for display costs a tenth of a
         # small model's step.
         core.add_request(core_request)
 
-    def _sampling(self, request: Request) -> Any:
+    def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -163,7 +163,7 @@ class VllmEngine(EngineThread):
         sampling_params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs=1, detokenize=False)
         try:
             # Before all waiting requests, because a load waits for its probe.
-            self._add(key, tokens, sampling_params, self.version, priority=-1)
+            self._add_to_vllm(key, tokens, sampling_params, self.version, priority=-1)
         except Exception as error:  # noqa: BLE001  the caller's to handle
             future.set_exception(error)
         else:
@@ -181,7 +181,7 @@ class VllmEngine(EngineThread):
             # `submit` may call this without waiting for the result, so the error must end the engine.
             raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
 
-    def _forget_all(self) -> None:
+    def _drop_caches_and_counts(self) -> None:
         if self._probes:
             self._engine.engine_core.abort_requests(list(self._probes))
             for future in self._probes.values():
@@ -218,7 +218,7 @@ class VllmEngine(EngineThread):
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
             for old_version in old_versions:
                 vllm_adapters.drop(old_version)
-            if vllm_adapters.request(version) is None:  # else an earlier call has loaded it
+            if vllm_adapters.lora_request(version) is None:  # else an earlier call has loaded it
                 if vllm_adapters.is_full:
                     return False
                 vllm_adapters.add(version, weights)
@@ -266,8 +266,8 @@ class VllmEngine(EngineThread):
 
     def _serve_adapter(self, vllm_adapters: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load an adapter as soon as a slot is free: without delay, unless requests still run under old versions."""
-        layers = adapters.layers(weight_folder.read_shapes(weights), weights)
-        adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
+        layers = adapters.parse_layers(weight_folder.read_shapes(weights), weights)
+        adapters.check_layers(layers, self._settings.lora.rank, self._shapes, weights)
         while not self._call(lambda: self._load_adapter(vllm_adapters, version, weights)).result():
             time.sleep(SLOT_POLL_S)
         return LoadResult(
@@ -328,7 +328,7 @@ def update_arguments(settings: VllmSettings) -> dict[str, Any]:
     if settings.num_served_versions:
         from staleflow.tasks.engines import vllm_adapters
 
-        return vllm_adapters.arguments(settings.lora, settings.num_served_versions, adapted_layers(settings))
+        return vllm_adapters.arguments(settings.lora, settings.num_served_versions, adapted_layer_names(settings))
     from staleflow.tasks.engines import vllm_weights
 
     return vllm_weights.arguments()

@@ -54,7 +54,7 @@ class VllmAdapters:
         self._adapters: dict[PolicyVersion, Any] = {}
         self._num_added = 0
 
-    def request(self, version: PolicyVersion) -> Any:
+    def lora_request(self, version: PolicyVersion) -> Any:
         """vLLM's LoRA request for a version; None if the version has no adapter, which is the model as it was
         loaded."""
         return self._adapters.get(version)
@@ -108,7 +108,7 @@ class AdapterExtension:
         tensors = weight_folder.read(Path(file))
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
             return WeightReport(not_verified={"an adapter's shards": len(tensors)})
-        layers_by_module = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
+        layers_by_module = {layer.module: layer for layer in adapters.parse_layers(weight_folder.shapes(tensors), file)}
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(adapter_id)
         parts: dict[str, WeightPart] = {}
@@ -117,7 +117,10 @@ class AdapterExtension:
                 layer = layers_by_module.get(module_name)
                 if layer is None:
                     continue
-                down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
+                down, up = (
+                    (layer.down_name, module.lora_a_stacked, 1.0),
+                    (layer.up_name, module.lora_b_stacked, scaling),
+                )
                 for key, stacked_tensors, factor in (down, up):
                     slot_tensor = stacked_tensors[index][slot, 0]
                     rows, columns = tensors[key].shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from staleflow.tasks.engines.context_length import context_of
+from staleflow.tasks.engines.context_length import context_length_of
 from staleflow.tasks.engines.engine_settings import VllmSettings
 
 
@@ -35,9 +35,9 @@ def max_sequence_length(settings: VllmSettings) -> int:
     """Maximum number of tokens of a request: the model's context length, limited by the size of the cache.
 
     vLLM uses the long factors of a longrope embedding for all positions if this exceeds the limit of the short factors.
-    The trainer uses the short ones, because `context_of` ends at this limit.
+    The trainer uses the short ones, because `context_length_of` ends at this limit.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
-    return min(context_of(config.to_dict()), settings.kv_tokens)
+    return min(context_length_of(config.to_dict()), settings.kv_tokens)

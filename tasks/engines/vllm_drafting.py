@@ -84,7 +84,7 @@ class ResponsesProposer:
         return drafts
 
 
-class SampledVerifier:
+class DraftVerifier:
     """Verifies drafts with vLLM's ordinary sampler, in place of its rejection sampler. Requests must not have seeds,
     penalties or logits processors of their own."""
 
@@ -183,7 +183,7 @@ class VllmSpeculation:
 
 
 def _install_verifier(worker: Any) -> None:
-    worker.model_runner.rejection_sampler = SampledVerifier(worker.model_runner.sampler)
+    worker.model_runner.rejection_sampler = DraftVerifier(worker.model_runner.sampler)
 
 
 def _connect_proposer(worker: Any, drafter: Drafter) -> None:

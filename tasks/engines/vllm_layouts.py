@@ -41,7 +41,7 @@ DERIVED_TENSORS = ("W_UK_T", "W_UV")
 """Tensors that multi-head latent attention derives from its weights and computes with."""
 
 
-def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
+def weight_parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
     """All parts of a worker's model, each with the values it should be equal to.
 
     Args:
@@ -241,7 +241,7 @@ def checkpoint_shapes(model: str) -> weight_folder.Shapes:
     return weight_folder.shapes(dict(meta_model(model).named_parameters()))
 
 
-def adapted_layers(settings: VllmSettings) -> list[str]:
+def adapted_layer_names(settings: VllmSettings) -> list[str]:
     """Last name components of the layers with an adapter. Allocates nothing."""
     from staleflow.tasks.engines import served_adapters
 

@@ -114,7 +114,7 @@ class WorkerExtension:
     def compare_weights(self, path: str) -> WeightReport:
         """Compare this worker's weights with a published file."""
         tensors = checkpoint_tensors(self.model_config.model, path)
-        return compare_parts(vllm_layouts.parts(self.model_runner.get_model(), tensors))
+        return compare_parts(vllm_layouts.weight_parts(self.model_runner.get_model(), tensors))
 
 
 def compute_with_weights_themselves() -> None:

@@ -124,13 +124,13 @@ class CoroutineEpisodeBase:
         error = self._running_coroutine.exception()
         if error is None:
             return final_result(self._running_coroutine.result(), label=f"what {self.runner} returned")
-        if (result := self._result_after(error)) is not None:
+        if (result := self._result_after_error(error)) is not None:
             return result
         if isinstance(error, EpisodeFailed):
             raise error
         raise EpisodeFailed(f"{self.runner} raised: {error_with_location(error)}") from error
 
-    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+    def _result_after_error(self, error: BaseException) -> EnvStepResult | None:
         """Return the result of an episode whose coroutine raised an error. None if the error makes the episode fail."""
         raise NotImplementedError
 
@@ -179,7 +179,7 @@ class CoroutineEpisode(CoroutineEpisodeBase):
             raise EpisodeFailed("play called ask after EpisodeTruncated; return a reward then, or do not catch it")
         return result
 
-    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+    def _result_after_error(self, error: BaseException) -> EnvStepResult | None:
         if not isinstance(error, EpisodeTruncated):
             return None
         assert self._session is not None

@@ -14,7 +14,7 @@ from staleflow.tasks.environments.episode import Environment
 from staleflow.tasks.environments.gym_environments import GymEnvironment
 from staleflow.tasks.environments.user_tools import TOOLS_KEY, load_tool, tool_environment
 from staleflow.tasks.settings import user_code
-from staleflow.tasks.settings.dataset_columns import Use
+from staleflow.tasks.settings.dataset_columns import DataUse
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.source_kinds import SourceType, has_turns, kind_of, open_source
 
@@ -43,10 +43,10 @@ def open_environment(
     options: Mapping[str, Any],
     key: str = "task.source",
     endpoint: EndpointSettings | None = None,
-    use: Use = Use.BOTH,
+    use: DataUse = DataUse.BOTH,
 ) -> Environment:
     """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. Raises ConfigError. key: key in the job
-    file, which may also be that of user tools. endpoint, use: see ForkSettings."""
+    file, which may also be that of user tools. endpoint, use: see ForkServerSettings."""
     if key == TOOLS_KEY:
         return tool_environment(load_tool(source))
     label = f"{key} = {source!r}"
@@ -55,7 +55,9 @@ def open_environment(
         agents = importlib.import_module("staleflow.tasks.episodes.agents")
         agent = kind.open(name, options, label, label=label)
         agent.prepare()
-        env: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        env: Environment = (
+            agents.forked_agent_environment(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        )
         return env
     if kind is not None:
         rows = (_rows(options, label), use) if kind.takes_rows else ()

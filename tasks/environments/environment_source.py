@@ -8,10 +8,10 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, record_of
-from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.fork_server import ForkServerSettings
 from staleflow.tasks.environments.forked_episodes import Resetter
 from staleflow.tasks.rendering.task_source import Record, Task, TaskSource, require_text
-from staleflow.tasks.settings.dataset_columns import Use
+from staleflow.tasks.settings.dataset_columns import DataUse
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.seeds import task_seed
 from staleflow.tasks.settings.source_kinds import kind_of
@@ -32,13 +32,13 @@ class EnvironmentSource:
         key: str,
         config: EnvironmentConfig,
         endpoint: EndpointSettings,
-        use: Use = Use.BOTH,
+        use: DataUse = DataUse.BOTH,
     ) -> None:
         """Load the environment. key: its key in the job file, for messages. endpoint: the endpoint of agents. use:
         which rows are used, if its tasks are rows."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
-        settings = ForkSettings(
+        settings = ForkServerSettings(
             source=source,
             options=dict(options),
             key=key,

@@ -161,7 +161,7 @@ def error_line(error: BaseException) -> str:
 
 def error_with_location(error: BaseException) -> str:
     """Format an environment's error as one line of text, with the file and line of user code that raised it."""
-    location = user_code.line_of(error)
+    location = user_code.user_code_line(error)
     return f"{error_line(error)} ({location})" if location else error_line(error)
 
 

@@ -29,7 +29,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
 from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_with_location
 from staleflow.tasks.environments.pickled_messages import HEADER, encode_message, read_exactly, read_message
-from staleflow.tasks.settings.dataset_columns import Use
+from staleflow.tasks.settings.dataset_columns import DataUse
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 COMMAND = struct.Struct("<cq")
@@ -46,7 +46,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForkSettings:
+class ForkServerSettings:
     """Settings of a fork server.
 
     memory_mib: memory that an episode's process may use in addition to the loaded environment; 0 for no limit.
@@ -58,7 +58,7 @@ class ForkSettings:
     options: dict[str, Any]
     key: str
     memory_mib: int
-    use: Use = Use.BOTH
+    use: DataUse = DataUse.BOTH
     endpoint: EndpointSettings | None = None
 
 
@@ -73,7 +73,7 @@ class ForkServerLoop:
 
     control: socket.socket
     environment: Environment
-    settings: ForkSettings
+    settings: ForkServerSettings
     episode_by_pid: dict[int, int] = field(default_factory=dict)
     """Numbers of running episodes, by process id."""
     reports: bytes = b""
@@ -90,7 +90,7 @@ class ForkServerLoop:
             while True:
                 readable, writable, _ = select.select([self.control, wake], [self.control] if self.reports else [], [])
                 if writable:
-                    self._report()
+                    self._send_reports()
                 if wake in readable:
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
@@ -158,7 +158,7 @@ class ForkServerLoop:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)
 
-    def _report(self) -> None:
+    def _send_reports(self) -> None:
         """Send as many bytes of the reports as the socket accepts without waiting."""
         try:
             self.reports = self.reports[self.control.send(self.reports, socket.MSG_DONTWAIT) :]
@@ -190,7 +190,9 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _run_episode(connection: socket.socket, environment: Environment, settings: ForkSettings, server: int) -> None:
+def _run_episode(
+    connection: socket.socket, environment: Environment, settings: ForkServerSettings, server: int
+) -> None:
     """Run a forked process to its end. Never returns. server: process that forked it."""
     status = 1
     try:
@@ -278,7 +280,7 @@ def main() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller also gets Ctrl-C, and stops this process
     try:
-        settings: ForkSettings = read_value(control)
+        settings: ForkServerSettings = read_value(control)
         try:
             environment = open_environment(
                 settings.source, settings.options, settings.key, settings.endpoint, settings.use

@@ -28,7 +28,7 @@ from staleflow.tasks.environments.fork_server import (
     KILL,
     STEP,
     STOP_S,
-    ForkSettings,
+    ForkServerSettings,
     read_value,
     receive,
 )
@@ -36,9 +36,9 @@ from staleflow.tasks.environments.pickled_messages import encode_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.task_source import Prompt
 
-LOAD_S = 120.0
+LOAD_TIMEOUT_S = 120.0
 """Seconds that a server may take to load its environment."""
-REPORT_S = 10.0
+REPORT_TIMEOUT_S = 10.0
 """Seconds to wait for the report on a process after its connection has closed."""
 POLL_S = 0.01
 
@@ -47,7 +47,7 @@ class ForkServer:
     """Starts processes for episodes. Thread-safe. It stops when it is closed or garbage-collected; `start` restarts it
     after it has died. An event loop may call `fork`, `kill` and `exit_code`, which wait for no load or end."""
 
-    def __init__(self, settings: ForkSettings) -> None:
+    def __init__(self, settings: ForkServerSettings) -> None:
         self.settings = settings
         self._start_lock = threading.Lock()
         """Lock for starting and stopping the server, which takes seconds; taken before `_lock`."""
@@ -111,7 +111,7 @@ class ForkServer:
 
     def wait_for_exit_code(self, number: int) -> int | None:
         """Like `exit_code`, of a process that has ended. May wait for the server's report."""
-        deadline = time.monotonic() + REPORT_S
+        deadline = time.monotonic() + REPORT_TIMEOUT_S
         while (exit_code := self.exit_code(number)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return exit_code
@@ -150,13 +150,13 @@ class ForkServer:
             output.close()
         remote.close()
         self._finalizer = weakref.finalize(self, _stop_server, self._process, local, output)
-        local.settimeout(LOAD_S)
+        local.settimeout(LOAD_TIMEOUT_S)
         setting = f"{self.settings.key} = {self.settings.source!r}"
         try:
             local.sendall(encode_message(self.settings))
             error_text = read_value(local)
         except TimeoutError:
-            error_text = f"{setting}: loading it took longer than {LOAD_S:g} s"
+            error_text = f"{setting}: loading it took longer than {LOAD_TIMEOUT_S:g} s"
         except (OSError, EOFError):
             error_text = f"{setting}: its process ended while loading it; see its output above"
         if error_text:
@@ -243,7 +243,7 @@ class Resetter:
     """Resets environments in forked processes and returns their first observations. Thread-safe. Concurrent resets run
     in different processes, which are reused."""
 
-    def __init__(self, settings: ForkSettings, timeout_s: float) -> None:
+    def __init__(self, settings: ForkServerSettings, timeout_s: float) -> None:
         self._server = ForkServer(settings)
         self._timeout_s = timeout_s
         self._idle: list[tuple[int, socket.socket]] = []

@@ -18,7 +18,7 @@ from staleflow.tasks.environments.episode import (
     parse_observation,
 )
 from staleflow.tasks.rendering.task_source import Prompt
-from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.knobs import shorten
 
 
 class GymEnvironment:
@@ -47,7 +47,7 @@ class GymEpisode:
         with_options = {"options": options} if _takes(self._env.reset, "options") else {}
         result = await self._call("reset raised", self._env.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-            raise EpisodeFailed(f"reset must return (observation, info), not {shown(result)}")
+            raise EpisodeFailed(f"reset must return (observation, info), not {shorten(result)}")
         return parse_observation(result[0], "the first observation")
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
@@ -58,7 +58,7 @@ class GymEpisode:
         result = await self._call(f"{label} raised", self._env.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EpisodeFailed(
-                f"{label} must return (observation, reward, terminated, truncated, info), not {shown(result)}"
+                f"{label} must return (observation, reward, terminated, truncated, info), not {shorten(result)}"
             )
         observation, reward, terminated, env_truncated, info = result
         self._reward += final_result(reward, label=f"the reward of {label}").reward

@@ -154,7 +154,7 @@ def _describe_schema(schema: Mapping[str, Any]) -> str:
     )
 
 
-def positional_argument(parameters: Mapping[str, Any]) -> str:
+def unnamed_argument_of(parameters: Mapping[str, Any]) -> str:
     """Return the name of the argument that a call may give without a name: the only one, or the only one without a
     default; empty if there is none."""
     for names in (list(parameters["properties"]), parameters["required"]):

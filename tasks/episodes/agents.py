@@ -45,7 +45,7 @@ from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
-RESPONSE_LIMIT = "rollout.max_new_tokens"
+RESPONSE_LIMIT_KEY = "rollout.max_new_tokens"
 COMMAND = "command"
 """Name of an agent that is a program."""
 MAX_LINE_BYTES = 65_536
@@ -230,17 +230,17 @@ class AgentEpisode(CoroutineEpisodeBase):
         turn, self._turn = self._turn, None
         session.send_turn(turn)
         if truncated or last:
-            return await self._end_at(RESPONSE_LIMIT if truncated else "environment.max_turns")
+            return await self._end_at(RESPONSE_LIMIT_KEY if truncated else "environment.max_turns")
         request = await self._next_messages(session)
         return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
 
     async def end_early(self) -> EnvStepResult:
-        return await self._end_at(RESPONSE_LIMIT)
+        return await self._end_at(RESPONSE_LIMIT_KEY)
 
     async def _end_at(self, limit: str) -> EnvStepResult:
         """Refuse further requests, and wait for the agent's end. limit: the setting that allows no further turn."""
         assert self._session is not None and self._running_coroutine is not None
-        self._is_cut_off = limit == RESPONSE_LIMIT
+        self._is_cut_off = limit == RESPONSE_LIMIT_KEY
         self._session.refuse(RequestError(400, f"the episode reached its limit, {limit}", "context_length_exceeded"))
         await asyncio.wait({self._running_coroutine})
         return self._end()
@@ -260,12 +260,12 @@ class AgentEpisode(CoroutineEpisodeBase):
         assert not isinstance(observation, str)
         return observation
 
-    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+    def _result_after_error(self, error: BaseException) -> EnvStepResult | None:
         assert self._session is not None
         return EnvStepResult(ended=True) if self._is_cut_off or self._session.has_refused else None
 
 
-def forked_agent(agent: LoadedAgent) -> CallEnvironment:
+def forked_agent_environment(agent: LoadedAgent) -> CallEnvironment:
     """Build the environment of an agent that runs in forked processes and uses the endpoint of another process. Its
     whole run is one step, whose text is the endpoint's URL and key as JSON."""
 

@@ -51,7 +51,7 @@ class EmulatedEnvironments:
     ) -> HostedStepResult:
         config, scale = self._settings.environment_config, self._settings.time_scale
         group, turn = abs(key.group), len(turns) - 1
-        step = self._episodes.env_step(
+        step = self._episodes.step_result(
             group, key.member, turn, attempt=key.attempt, truncated=truncated or len(turns) >= config.max_turns
         )
         spent_s = sum(self._episodes.step_s(group, key.member, i, attempt=key.attempt) for i in range(turn))
@@ -75,7 +75,7 @@ class EmulatedEnvironments:
         )
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        step = self._episodes.env_step(abs(key.group), key.member, 0, attempt=key.attempt, truncated=True)
+        step = self._episodes.step_result(abs(key.group), key.member, 0, attempt=key.attempt, truncated=True)
         return HostedStepResult(ended=True, reward=step.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:

@@ -38,7 +38,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
 from staleflow.tasks.settings.seeds import task_seed
 from staleflow.tasks.sources.reward_process import ScoringSettings
-from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings
+from staleflow.tasks.sources.task_sources import RecordWithOrigin, SourceSettings
 
 MAX_REASON_CHARS = 1000
 """Maximum length of the reason why an episode failed."""
@@ -49,19 +49,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeSettings:
-    """Settings of an environment host.
+class EpisodeHostSettings:
+    """Settings from which an environment host builds its EpisodeHost.
 
     Args:
         source: The environment, or the task source whose answers are scored.
         scoring: How the answers of single-turn tasks are scored; None for environments, which return their own rewards.
-        environments: With several task sources, the settings of those that are environments, by the source's name.
-            Tasks of other sources have a single turn.
+        environment_sources: With several task sources, the settings of those that are environments, by the source's
+            name. Tasks of other sources have a single turn.
     """
 
     source: SourceSettings
     scoring: ScoringSettings | None = None
-    environments: Mapping[str, SourceSettings] = field(default_factory=dict)
+    environment_sources: Mapping[str, SourceSettings] = field(default_factory=dict)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -70,16 +70,16 @@ class EpisodeSettings:
             return ()
         return (ENVIRONMENT_ROLE,) if self.scoring is None else (TOOL_ROLE,)
 
-    def environment_of(self, record: Record) -> str | None:
+    def environment_key(self, record: Record) -> str | None:
         """Key of the environment of a task; None if its answer is scored."""
-        if isinstance(record, LabelledRecord) and record.label in self.environments:
-            return record.label
+        if isinstance(record, RecordWithOrigin) and record.origin in self.environment_sources:
+            return record.origin
         return "" if self.scoring is None else None
 
     @property
     def needs_token_ids(self) -> bool:
         """Whether episodes need the token ids and logprobs of turns as well as their texts."""
-        return any(source.is_agent_source for source in (self.source, *self.environments.values()))
+        return any(source.is_agent_source for source in (self.source, *self.environment_sources.values()))
 
     def build(self) -> EpisodeHost:
         return EpisodeHost(self)
@@ -97,8 +97,8 @@ class HostedEpisode:
     """Number of turns that the environment has executed."""
     spent_s: float = 0.0
     """Seconds spent in calls of the environment."""
-    observations: list[tuple[Message, ...]] = field(default_factory=list)
-    """Observations of repeated turns, which are returned with the next result."""
+    replayed_observations: list[tuple[Message, ...]] = field(default_factory=list)
+    """Observations of turns that were executed again, which are returned with the next result."""
     programs: ChildPrograms = field(default_factory=ChildPrograms)
     """Programs that the environment has started, if it runs on this event loop."""
 
@@ -106,7 +106,7 @@ class HostedEpisode:
 class EpisodeHost:
     """Runs the episodes of one environment host. Use from one event loop."""
 
-    def __init__(self, settings: EpisodeSettings) -> None:
+    def __init__(self, settings: EpisodeHostSettings) -> None:
         self._settings = settings
         self._config = settings.source.environment_config
         self._entries: dict[EpisodeKey, HostedEpisode] = {}
@@ -127,7 +127,7 @@ class EpisodeHost:
             await check_tools((await asyncio.to_thread(self._get_maker, None, False)).tools, self._config)
         else:
             await self._check_environment("", settings.source)
-        for name, source in settings.environments.items():
+        for name, source in settings.environment_sources.items():
             with raised_as(ConfigError, f"task {name!r}", ConfigError):
                 await self._check_environment(name, source)
 
@@ -297,13 +297,16 @@ class EpisodeHost:
                         entry.episode.set_turn(latest_turn)
                     result = await self._step(key, record, entry, text, turn_number, truncated=truncated and is_newest)
                     if not is_newest:
-                        entry.observations.append(result.messages)
+                        entry.replayed_observations.append(result.messages)
         except EpisodeFailed as error:
             result = _error_result(str(error))
         result = replace(
-            result, environment_s=entry.spent_s - spent_s, waited_s=waited_s, replayed=tuple(entry.observations)
+            result,
+            environment_s=entry.spent_s - spent_s,
+            waited_s=waited_s,
+            replayed=tuple(entry.replayed_observations),
         )
-        entry.observations = []
+        entry.replayed_observations = []
         if result.ended:
             self._end(key, entry, turns, result)
         return result
@@ -329,10 +332,10 @@ class EpisodeHost:
     async def _hosted_result(self, key: EpisodeKey, record: Record, result: EnvStepResult) -> HostedStepResult:
         """Return an environment's result to the caller, with the score of its answer if it has one."""
         if result.answer is not None:
-            return await self._scored(key, result.answer, record)
+            return await self._score_answer(key, result.answer, record)
         return HostedStepResult(messages=result.messages, ended=result.ended, reward=result.reward, parts=result.parts)
 
-    async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> HostedStepResult:
+    async def _score_answer(self, key: EpisodeKey, answer: str, record: Record) -> HostedStepResult:
         """Score the last turn of an episode, within reward.timeout_s."""
         score = (await self._maker_of(key, record)).score
         assert score is not None
@@ -398,13 +401,13 @@ class EpisodeHost:
 
     async def _maker_of(self, key: EpisodeKey, record: Record) -> EpisodeMaker:
         """Return the maker of a task's episodes. Raises ConfigError."""
-        return await asyncio.to_thread(self._get_maker, self._settings.environment_of(record), key.held_out)
+        return await asyncio.to_thread(self._get_maker, self._settings.environment_key(record), key.held_out)
 
     def _get_maker(self, name: str | None, held_out: bool) -> EpisodeMaker:
         """Return the maker of training or held-out episodes. name: key of the environment; None: answers are scored.
         Raises ConfigError."""
         settings = self._settings
-        source = settings.environments.get(name or "", settings.source)
+        source = settings.environment_sources.get(name or "", settings.source)
         is_eval_source = held_out and name is not None and bool(source.task.eval_source)
         with self._makers_lock:
             if (name, is_eval_source) not in self._makers:

@@ -11,13 +11,13 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
 from staleflow.tasks.environments.episode import Episode, start_of
-from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.fork_server import ForkServerSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.episodes.agents import AgentEpisode
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
-from staleflow.tasks.episodes.tools import Tool, ToolEpisode, tools_of
+from staleflow.tasks.episodes.tools import Tool, ToolEpisode, load_tools
 from staleflow.tasks.rendering.task_source import Record
-from staleflow.tasks.settings.dataset_columns import Use
+from staleflow.tasks.settings.dataset_columns import DataUse
 from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_source
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -53,9 +53,9 @@ def environment_maker(source: SourceSettings, is_eval_source: bool, endpoint: En
     key = "task.eval_source" if is_eval_source else "task.source"
     task, config = source.task, source.environment_config
     reference, options = (task.eval_source, source.eval_options) if is_eval_source else (task.source, source.options)
-    use = Use.EVALUATION if is_eval_source else source.training_use
+    use = DataUse.EVALUATION if is_eval_source else source.training_use
     fork_server = ForkServer(
-        ForkSettings(source=reference, options=dict(options), key=key, memory_mib=config.memory_mib, use=use)
+        ForkServerSettings(source=reference, options=dict(options), key=key, memory_mib=config.memory_mib, use=use)
     )
     is_isolated = config.isolation == "process"
     if is_agent(reference):
@@ -106,7 +106,7 @@ def agent_maker(fork_server: ForkServer, endpoint: EndpointServer, *, is_isolate
 def tool_maker(scoring: ScoringSettings, config: EnvironmentConfig) -> EpisodeMaker:
     """Build the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError.
     config: the job's [environment]."""
-    tools = tools_of(config)
+    tools = load_tools(config)
     scorer = Scorer(scoring)
     scorer.check()
 

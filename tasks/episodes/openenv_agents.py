@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.tasks.endpoint.server import QuietServer
+from staleflow.tasks.endpoint.server import ServerWithoutSignalHandlers
 from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
-OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}
+OPTION_TYPES = {"reset": (dict,), "system": (str,), "field": (str,)}
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
 START_S = 10.0
@@ -34,7 +34,7 @@ class BadAction(ValueError):
 
 def load_environment(name: str, options: Mapping[str, Any], label: str) -> LoadedAgent:
     """Load the environment at a URL or of a package. Raises ConfigError. options: see docs/agents.md."""
-    check_options(options, OPTIONS, label)
+    check_options(options, OPTION_TYPES, label)
     environment = OpenEnvironment(name, options, label)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)
 
@@ -112,7 +112,7 @@ class OpenEnvironment:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             config = uvicorn.Config(self._app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
-            server = QuietServer(config)
+            server = ServerWithoutSignalHandlers(config)
             serve_task = asyncio.ensure_future(server.serve(sockets=[sock]))
             try:
                 async with asyncio.timeout(START_S):

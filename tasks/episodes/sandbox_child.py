@@ -72,6 +72,7 @@ def hide_files(libc: Any) -> None:
 
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit the time, memory, open files and children of this process, and let it write no file."""
     for resource_kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),

@@ -7,11 +7,11 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 
-def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows, use: Use) -> Callable[[], SkyRLGame]:
+def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows, use: DataUse) -> Callable[[], SkyRLGame]:
     """Return a function that creates episodes of an environment. Raises ConfigError.
 
     Args:

@@ -14,15 +14,15 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
-from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.fork_server import ForkServerSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer, ProcessLost
 from staleflow.tasks.environments.user_tools import (
     TOOL_ROLE,
     TOOLS_KEY,
     argument_error,
     load_tool,
-    positional_argument,
     read_argument,
+    unnamed_argument_of,
 )
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.sandbox import run_python
@@ -87,7 +87,7 @@ TOOLS = {
 """Built-in tools, by name in a job file (TOOL_NAMES)."""
 
 
-def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
+def load_tools(config: EnvironmentConfig) -> dict[str, Tool]:
     """Load the tools of a job, by name for the model. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
     for reference in config.tools:
@@ -101,11 +101,11 @@ def tools_of(config: EnvironmentConfig) -> dict[str, Tool]:
 def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Tool]:
     """Load a user's tool. Returns its name and the tool. Raises ConfigError."""
     user_tool = load_tool(reference)
-    server = ForkServer(ForkSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=config.memory_mib))
+    server = ForkServer(ForkServerSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=config.memory_mib))
     return user_tool.name, Tool(
         description=user_tool.description,
         parameters=user_tool.parameters,
-        unnamed_argument=positional_argument(user_tool.parameters),
+        unnamed_argument=unnamed_argument_of(user_tool.parameters),
         run=functools.partial(_call_user_tool, server),
         fork_server=server,
     )
@@ -113,19 +113,24 @@ def _load_user_tool(reference: str, config: EnvironmentConfig) -> tuple[str, Too
 
 async def _call_user_tool(server: ForkServer, arguments: str, timeout_s: float, config: EnvironmentConfig) -> str:
     """Call a user's tool in a new process, which is killed afterwards. Returns the result as text, or a line that
-    begins with `error:`. Raises EpisodeFailed if the process cannot be started or was lost, which is no fault of the
-    call."""
-    episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
+    begins with `error:`. Raises EpisodeFailed if the process cannot be started in time or was lost, which is no fault
+    of the call."""
+    episode, has_begun = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0)), False
     try:
-        await episode.begin()
         try:
             async with asyncio.timeout(timeout_s):
+                await episode.begin()
+                has_begun = True
                 result = await episode.step(arguments, truncated=False, last=False)
-        except TimeoutError:
+        except TimeoutError as error:
+            if not has_begun:
+                raise EpisodeFailed(f"a tool's process did not start within {timeout_s:.3g} s") from error
             return f"error: stopped after {timeout_s:.3g} s"
         except ProcessLost:
             raise
         except EpisodeFailed as error:
+            if not has_begun:
+                raise
             return f"error: {error}"
     finally:
         episode.kill()
@@ -142,7 +147,7 @@ def describe_tools(config: EnvironmentConfig) -> str:
             },
             ensure_ascii=False,
         )
-        for name, tool in tools_of(config).items()
+        for name, tool in load_tools(config).items()
     )
 
 

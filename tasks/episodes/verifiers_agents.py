@@ -16,16 +16,16 @@ from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
-OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
+OPTION_TYPES = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
 AGENT_DEFAULTS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 """Default settings of each agent of an environment. The package's own default runs agents in a hosted sandbox."""
-NO_KEY = "STALEFLOW_NO_KEY"
+UNSET_VARIABLE = "STALEFLOW_NO_KEY"
 """Name of an environment variable that is not set. The client needs no API key, because the key is part of the URL."""
 
 
 def load_taskset(name: str, options: Mapping[str, Any], label: str) -> LoadedAgent:
-    """Load a taskset by its id. Raises ConfigError. options: see OPTIONS and docs/agents.md."""
-    check_options(options, OPTIONS, label)
+    """Load a taskset by its id. Raises ConfigError. options: see OPTION_TYPES and docs/agents.md."""
+    check_options(options, OPTION_TYPES, label)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
         raise ConfigError(f"{label}: task.options.held_out_tasks = {held_out} must be at least 0")
     taskset = Taskset(name, options, label)
@@ -64,7 +64,7 @@ class Taskset:
         config["taskset"] = {**config.get("taskset", {}), "id": self._name}
         tokenizer = self._options.get("tokenizer")
         self._client = TrainClientConfig(
-            api_key_var=NO_KEY, renderer=self._options.get("renderer"), renderer_model_name=tokenizer
+            api_key_var=UNSET_VARIABLE, renderer=self._options.get("renderer"), renderer_model_name=tokenizer
         )
         self._env = load_environment(resolve_env_config(config))
         if self._env.taskset.bounded:

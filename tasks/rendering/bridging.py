@@ -12,13 +12,13 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, is_special
 from staleflow.tasks.rendering.task_source import Message
 
 QUESTION, ANSWER, THOUGHT = "Zq asks", "Zq says", "<think>\nZq thinks\n</think>\n\n"
 """Contents of messages with which a template is tested."""
-PROBE = "Zq hears"
+FOLLOW_UP = "Zq hears"
 """Content of a message that follows the answer in such a test."""
 USER_ROLES = ("environment", "user")
 """Roles that templates know as the user's."""
@@ -31,13 +31,12 @@ class Bridge(Protocol):
         """Raise ConfigError if messages of these roles cannot follow a turn."""
         ...
 
-    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Encode the messages after a turn, up to the start of the next turn. Raises ConfigError.
 
         Args:
             before: All tokens before the turn.
             turn: The sampled tokens of the turn.
-            number: Index of the turn, for error messages.
         """
         ...
 
@@ -61,7 +60,7 @@ class PlainBridge:
     def check(self, roles: Collection[str]) -> None:
         """Do nothing: any role may follow."""
 
-    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
         texts = [self._observation_template.replace("{observation}", message.content) for message in messages]
         return list(self._tokenizer.ids("".join(texts)))
 
@@ -78,11 +77,10 @@ class TemplateBridge:
         for role in roles:
             self._template_role(role)
 
-    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        with raised_as(ConfigError, f"turn {number}", ConfigError):
-            chat = [message._replace(role=self._template_role(message.role)) for message in messages]
-            bridge = list(self._tokenizer.ids(self._text_after(ANSWER, chat)))
-        if turn and bridge and self._tokenizer.is_special(turn[-1]) and self._tokenizer.is_special(bridge[0]):
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        chat = [message._replace(role=self._template_role(message.role)) for message in messages]
+        bridge = list(self._tokenizer.ids(self._text_after(ANSWER, chat)))
+        if turn and bridge and is_special(self._tokenizer, turn[-1]) and is_special(self._tokenizer, bridge[0]):
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
         return bridge
 
@@ -108,7 +106,7 @@ class TemplateBridge:
 
     def _renders(self, role: str) -> bool:
         """Return True if the template renders messages of this role at all."""
-        message = Message(role, PROBE)
+        message = Message(role, FOLLOW_UP)
         try:
             return message.content in self._text_after(ANSWER, [message])
         except ConfigError:
@@ -119,7 +117,7 @@ class TemplateBridge:
         must begin with the prompt that the turn was sampled after, and with the turn."""
         head = self._tokenizer.chat_text([Message("user", QUESTION)])
         for content in (ANSWER, THOUGHT + ANSWER):
-            messages = [Message("user", QUESTION), Message("assistant", content), Message(role, PROBE)]
+            messages = [Message("user", QUESTION), Message("assistant", content), Message(role, FOLLOW_UP)]
             text = self._tokenizer.chat_text(messages)
             if text.startswith(head + content):
                 continue
@@ -147,12 +145,12 @@ class RendererBridge:
             prompt = list(self._renderer.render_ids(question, add_generation_prompt=True))
         any_turn = prompt[:1]
         for role in roles:
-            if self._bridge_tokens(prompt, any_turn, [Message(role, PROBE)]) is None:
+            if self._bridge_tokens(prompt, any_turn, [Message(role, FOLLOW_UP)]) is None:
                 self._fallback.check([role])
 
-    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int]:
         bridge_tokens = self._bridge_tokens(before, turn, messages)
-        return self._fallback.ids(before, turn, messages, number) if bridge_tokens is None else bridge_tokens
+        return self._fallback.ids(before, turn, messages) if bridge_tokens is None else bridge_tokens
 
     def _bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]

@@ -18,16 +18,21 @@ from staleflow.stores.errors import ConfigError, raised_as, with_type
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.user_code import error_text
 
-LOOK_BACK = 8
+LOOK_BACK_TOKENS = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
 
 
 class Detokenizer(Protocol):
     """Decodes token ids to text."""
 
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Decode token ids. special: whether to keep special tokens, such as the end of a text."""
+    def text(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
+        """Decode token ids. keep_special: whether to keep special tokens, such as the end of a text."""
         ...
+
+
+def is_special(detokenizer: Detokenizer, token: int) -> bool:
+    """Whether a token is left out of texts, such as an end of a turn."""
+    return not detokenizer.text([token]) and bool(detokenizer.text([token], keep_special=True))
 
 
 class ChatTokenizer:
@@ -42,10 +47,10 @@ class ChatTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+    def text(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         # An array, because transformers checks each element of a list, which takes longer than decoding.
         with self.lock:
-            return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+            return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not keep_special))
 
     def ids(self, text: str) -> tuple[int, ...]:
         """Encode a text."""
@@ -84,10 +89,6 @@ class ChatTokenizer:
             render = self._tokenizer.apply_chat_template
             return str(render(chat, tokenize=False, add_generation_prompt=True, **with_tools))
 
-    def is_special(self, token: int) -> bool:
-        """Whether a token is left out of texts, such as an end of a turn."""
-        return not self.text([token]) and bool(self.text([token], special=True))
-
     def renderer(self, model: str) -> Any:
         """The renderer of the `renderers` package for a model, if the package is installed, knows the model, and
         renders as the chat template does; else None."""
@@ -98,7 +99,7 @@ class ChatTokenizer:
 class IdDetokenizer:
     """Decodes token ids to the ids as text, for emulated runs and for tokenizers that cannot be loaded."""
 
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+    def text(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
         return "".join(f"{token} " for token in tokens)
 
 
@@ -125,8 +126,8 @@ class FileDetokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+    def text(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not keep_special))
 
 
 def load_detokenizer(folder: Path) -> FileDetokenizer | None:
@@ -151,16 +152,16 @@ def split_by_token(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]
     them."""
     parts = []
     for i in range(len(tokens)):
-        start = max(0, i - LOOK_BACK)
-        text_before = detokenizer.text(tokens[start:i], special=True)
-        text_through = detokenizer.text(tokens[start : i + 1], special=True)
+        start = max(0, i - LOOK_BACK_TOKENS)
+        text_before = detokenizer.text(tokens[start:i], keep_special=True)
+        text_through = detokenizer.text(tokens[start : i + 1], keep_special=True)
         # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
         complete = text_before.rstrip("\ufffd")
         parts.append("" if text_through.endswith("\ufffd") else text_through[len(complete) :])
     return parts
 
 
-PROBES = (
+TRIAL_CONVERSATIONS = (
     [{"role": "user", "content": "Hello there."}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there."}],
 )
@@ -183,7 +184,7 @@ def known_renderer(tokenizer: Any, model: str) -> Any:
         return None
     try:
         renderer = create_renderer(tokenizer, config_from_name(family))
-        for messages in PROBES:
+        for messages in TRIAL_CONVERSATIONS:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if list(renderer.render_ids(messages, add_generation_prompt=True)) != list(ids):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError, raised_as
-from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.knobs import shorten
 
-TEMPLATE = "chat_template.jinja"
-CONFIG = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
 
 
 class FileTokenizer:
@@ -110,7 +110,7 @@ def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[st
         number, token = min(differing_tokens)
         raise ConfigError(
             f"{subject}: {len(differing_tokens)} of the {len(policy)} tokens of model.path have another id there or "
-            f"none, the first is {number}, {shown(token)}; name a model with the policy's tokenizer, such as a "
+            f"none, the first is {number}, {shorten(token)}; name a model with the policy's tokenizer, such as a "
             "checkpoint"
         )
 
@@ -118,9 +118,9 @@ def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[st
 def chat_template(folder: Path) -> str | None:
     """The chat template in a model's folder; empty if there is none, None if only transformers knows."""
     try:
-        if (folder / TEMPLATE).is_file():
-            return (folder / TEMPLATE).read_text("utf-8")
-        template = json.loads((folder / CONFIG).read_text("utf-8")).get("chat_template")
+        if (folder / TEMPLATE_FILE).is_file():
+            return (folder / TEMPLATE_FILE).read_text("utf-8")
+        template = json.loads((folder / CONFIG_FILE).read_text("utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return None
     if any(folder.glob("*chat_template*")) or not isinstance(template, str | None):
@@ -131,7 +131,7 @@ def chat_template(folder: Path) -> str | None:
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens that a chat template may use, by name."""
     try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}

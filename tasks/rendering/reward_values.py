@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.rendering.task_source import Record, Reward
-from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.knobs import shorten
 from staleflow.tasks.settings.user_code import PICKLED_FILE
 
 MAX_REWARD = 3.4e38
@@ -17,7 +17,7 @@ MAX_REWARD = 3.4e38
 MAX_NAME_CHARS = 200
 """Characters of the name of a reward's part, which is a name of metrics and columns."""
 MAX_PARTS = 200
-PACKAGE = Path(__file__).parents[2]
+PACKAGE_FOLDER = Path(__file__).parents[2]
 """The folder of staleflow."""
 
 
@@ -36,7 +36,7 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     reward, parts = result, dict[str, Any]()
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], Mapping):
-            raise InvalidReward(f"the reward is {shown(result)}; it must be a number, or (number, its parts by name)")
+            raise InvalidReward(f"the reward is {shorten(result)}; it must be a number, or (number, its parts by name)")
         reward, parts = result
     if len(parts) > MAX_PARTS:
         raise InvalidReward(f"the reward has {len(parts)} parts; at most {MAX_PARTS} are kept")
@@ -51,7 +51,7 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
 def describe_error(error: BaseException) -> str:
     """Describe an error of user code in one line, with the line of the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)), None)
+    frame = next((f for f in frames if not Path(f.filename).is_relative_to(PACKAGE_FOLDER)), None)
     # The file of a function that was pickled by value is not known.
     location = "" if frame is None else frame.name if frame.filename == PICKLED_FILE else Path(frame.filename).name
     line = "" if frame is None else f" ({location}, line {frame.lineno})"
@@ -83,14 +83,14 @@ def _parse_name(value: object) -> str:
     name = str(value)
     if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise InvalidReward(
-            f"a part of the reward is named {shown(name[:MAX_NAME_CHARS])}, {len(name)} characters; a name must have "
+            f"a part of the reward is named {shorten(name[:MAX_NAME_CHARS])}, {len(name)} characters; a name must have "
             f"1 to {MAX_NAME_CHARS} characters and no control characters"
         )
     return name
 
 
 def _parse_number(value: Any, label: str) -> float:
-    problem = f"{label} is {shown(value)}; it must be a number"
+    problem = f"{label} is {shorten(value)}; it must be a number"
     if isinstance(value, (str, bytes, bytearray)):  # which float() would read
         raise InvalidReward(problem)
     try:

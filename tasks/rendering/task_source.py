@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.knobs import shorten
 
 Record = Mapping[str, Any]
 Reward = Callable[[str, Record], float | tuple[float, dict[str, float]]]
@@ -41,13 +41,13 @@ def prompt_of(value: object) -> Prompt:
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"must be a text or a list of messages, not {shown(value)}")
+        raise ValueError(f"must be a text or a list of messages, not {shorten(value)}")
     messages = []
     for number, message in enumerate(value, 1):
         parts = message if isinstance(message, Mapping) else {}
         role, content = parts.get("role"), parts.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(f"has a message {number} without `role` and `content` as texts: {shown(message)}")
+            raise ValueError(f"has a message {number} without `role` and `content` as texts: {shorten(message)}")
         messages.append(Message(role, content))
     if messages[-1].role == "assistant":
         raise ValueError("ends with a message of the assistant; the last one must be what the model answers")
@@ -90,6 +90,8 @@ class Task:
 
 
 class TaskSource(Protocol):
+    """A source of numbered prompts, with the verifier of their answers."""
+
     def task(self, index: int, *, held_out: bool = False) -> Task:
         """Return training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent
         draws."""
@@ -119,7 +121,7 @@ class TaskSource(Protocol):
 
 DRAWS_PER_PROMPT = 4
 """Draws of generated prompts for each distinct held-out prompt, after which the source counts as having no more."""
-SLOW_S = 0.05
+SLOW_DRAW_S = 0.05
 """Seconds from which on drawing a prompt takes long."""
 
 
@@ -130,7 +132,7 @@ def draw_tasks(
     long; concurrent resets of environments need a process each, which costs more than a short reset."""
     tasks: list[Task] = []
     started_s = time.monotonic()
-    while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_S):
+    while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_DRAW_S):
         started_s = time.monotonic()
         tasks.append(source.task(indices[len(tasks)], held_out=held_out))
     if remaining_indices := indices[len(tasks) :]:

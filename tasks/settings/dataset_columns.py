@@ -8,9 +8,9 @@ from enum import Enum
 from staleflow.tasks.settings.knobs import knob
 
 
-class Use(Enum):
-    """Which rows of a data set are held out. BOTH: about the last tenth, at least one. TRAINING: none. EVALUATION:
-    all."""
+class DataUse(Enum):
+    """What a data set is used for, which determines the rows that are held out. BOTH: about the last tenth, at least
+    one. TRAINING: none. EVALUATION: all."""
 
     BOTH = "both"
     TRAINING = "training"

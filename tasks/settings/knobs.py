@@ -66,10 +66,10 @@ class Knob:
         if isinstance(value, list):
             return next((f": each {error}" for item in value if (error := self.error(item))), "")
         if self.choices and value not in self.choices and not (self.user_code and names_user_code(value)):
-            return unknown_choice(value, self.choices, user_code=self.user_code)
+            return unknown_choice_error(value, self.choices, user_code=self.user_code)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if isinstance(value, int) and abs(value) > MAX_INT:
-                return f"= {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits"
+                return f"= {shorten(value)} is out of range; it must be at most {MAX_INT}, in 64 bits"
             if not math.isfinite(value):
                 return f"= {value!r} must be finite"
             is_too_low = self.low is not None and value < self.low
@@ -95,8 +95,9 @@ class Knob:
         yield key
 
 
-def shown(value: object) -> str:
-    """Format a value for an error message, on one line of at most MAX_SHOWN_CHARS characters."""
+def shorten(value: object) -> str:
+    """Shorten a value for an error message: one line of at most MAX_SHOWN_CHARS characters, and the length of a longer
+    one."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer with more digits than Python converts
@@ -104,13 +105,13 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
-def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool, suggestion: str = "") -> str:
+def unknown_choice_error(value: object, choices: Sequence[str], *, user_code: bool, suggestion: str = "") -> str:
     """Return an error text for a value that is not among the choices, to follow its key in a message. suggestion: the
     setting to suggest; by default a similar choice."""
     matches = [suggestion] if suggestion else [repr(c) for c in difflib.get_close_matches(str(value), choices, n=1)]
     hint = f"; did you mean {matches[0]}?" if matches else ""
     user_code_hint = ", or your own, file.py:NAME" if user_code else ""
-    return f"must be one of {', '.join(choices)}{user_code_hint}, not {shown(value)}{hint}"
+    return f"must be one of {', '.join(choices)}{user_code_hint}, not {shorten(value)}{hint}"
 
 
 def names_user_code(value: object) -> bool:
@@ -206,7 +207,7 @@ def read(cls: type[Any], tree: object, source: str, prefix: str = "", root: type
         ConfigError: A key or value is wrong.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
+        raise ConfigError(f"{source}: {prefix.rstrip('.')} must be a table, not {shorten(tree)}")
     root, knobs = root or cls, keys_of(cls)
     read_values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -214,7 +215,7 @@ def read(cls: type[Any], tree: object, source: str, prefix: str = "", root: type
         if reason := getattr(cls, "REFUSED", {}).get(name):
             raise ConfigError(f"{source}: {key} is not supported: {reason}")
         if name not in knobs:
-            raise ConfigError(f"{source}: unknown key {shown(key)[1:-1]}; {_suggest(str(name), knobs, prefix, root)}")
+            raise ConfigError(f"{source}: unknown key {shorten(key)[1:-1]}; {_suggest(str(name), knobs, prefix, root)}")
         hint, spec = knobs[name]
         if spec is None:
             read_values[name] = hint(**read(hint, value, source, f"{key}.", root))
@@ -255,7 +256,7 @@ def entry_type(hint: Any) -> type[Any] | None:
 def _entries(tree: object, label: str) -> Mapping[str, Any]:
     """Check the names in a table of named tables, and return the table. Raises ConfigError."""
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{label} must be a table of named tables, not {shown(tree)}")
+        raise ConfigError(f"{label} must be a table of named tables, not {shorten(tree)}")
     for name in tree:
         if not re.search(NAME_FORM, name):
             raise ConfigError(f"{label}: {name!r} is not a valid name; use letters, digits, - and _, a letter first")
@@ -275,7 +276,7 @@ def _check_value(value: Any, hint: Any, spec: Knob, label: str) -> Any:
         or not isinstance(value, type_)
         or (isinstance(value, bool) and type_ is not bool)
     ):
-        raise ConfigError(f"{label} must be {_describe_type(type_.__name__)}, not {shown(value)}")
+        raise ConfigError(f"{label} must be {_describe_type(type_.__name__)}, not {shorten(value)}")
     if type_ is list:
         (item_hint,) = typing.get_args(hint)
         return [_check_value(item, item_hint, spec, f"{label}: each") for item in value]
@@ -293,7 +294,7 @@ def refuse_large(value: object, label: str) -> None:
         for entry in value:
             refuse_large(entry, label)
     elif isinstance(value, int) and abs(value) > MAX_INT:
-        raise ConfigError(f"{label} = {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
+        raise ConfigError(f"{label} = {shorten(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
 
 
 def _describe_type(type_name: str) -> str:

@@ -43,8 +43,8 @@ from staleflow.tasks.settings.knobs import (
     parameter,
     read,
     refuse_large,
-    shown,
-    unknown_choice,
+    shorten,
+    unknown_choice_error,
 )
 
 
@@ -64,9 +64,9 @@ class RegistryEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode(RegistryEntry):
     """An entry defined in a user's file, file.py:NAME or module:NAME. A registry's subclass implements its contract
-    with `code`; its `kind` says whether that is a class or a function."""
+    with `code`; its `code_kind` says whether that is a class or a function."""
 
-    kind: ClassVar[str] = "class"
+    code_kind: ClassVar[str] = "class"
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.label} {name!r} is registered already: {self._entries[name]}")
             if not issubclass(entry, self.contract) or "__dataclass_fields__" not in vars(entry):
                 raise TypeError(f"{self.label} {name!r} must be a dataclass derived from {self.contract.__name__}")
-            if missing_names := self.missing(entry):
+            if missing_names := self.missing_members(entry):
                 raise TypeError(f"{self.label} {name!r} lacks {', '.join(missing_names)}")
             entry.name = name
             self._entries[name] = entry
@@ -158,13 +158,13 @@ class Registry(Generic[T]):
 
     def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
         label = f"{self.key} = {entry.name!r}"
-        code: Any = user_code.load(entry.name, self.key, entry.kind)
+        code: Any = user_code.load(entry.name, self.key, entry.code_kind)
         if any(isinstance(member, dataclasses.Field) for member in getattr(code, "__dict__", {}).values()):
             raise ConfigError(f"{label}: it declares knobs but is not a dataclass; write @dataclass above the class")
         if taken_names := [name for name in knobs(code) if name in values]:
             raise ConfigError(f"{label}: the run sets {', '.join(taken_names)}; give this knob another name")
         knob_values = read(code, entry.knobs, label, f"{self.key}.")
-        if entry.kind == "class":
+        if entry.code_kind == "class":
             code = self._construct(code, {**values, **knob_values}, values, label)
         result: T = dataclasses.replace(entry, code=code)
         return result
@@ -185,11 +185,11 @@ class Registry(Generic[T]):
             raise
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{label}: cannot be constructed: {with_type(error)}") from error
-        if missing_names := self.missing(result):
+        if missing_names := self.missing_members(result):
             raise ConfigError(f"{label}: it lacks {', '.join(missing_names)}; docs/extending.md has an example")
         return result
 
-    def missing(self, entry: object) -> list[str]:
+    def missing_members(self, entry: object) -> list[str]:
         """Return the members of the contract that a class or object lacks."""
         members = (*inspect.get_annotations(self.contract), *vars(self.contract))
         return [
@@ -234,10 +234,10 @@ class Choice(Knob):
         if isinstance(value, str) and (value in registry or (allows_user_code and names_user_code(value))):
             return ""
         if isinstance(value, str) and value in registry.unavailable:
-            return f"= {shown(value)} {registry.unavailable[value]}"
+            return f"= {shorten(value)} {registry.unavailable[value]}"
         other_registries = [r for r in REGISTRIES if isinstance(value, str) and value in r]
         suggestion = f"{other_registries[0].key} = {value!r}" if len(other_registries) == 1 else ""
-        return unknown_choice(value, registry.names, user_code=allows_user_code, suggestion=suggestion)
+        return unknown_choice_error(value, registry.names, user_code=allows_user_code, suggestion=suggestion)
 
     def read(self, value: object, hint: Any, source: str, key: str, root: type[Any]) -> Any:
         """Return the entry selected by a name, or by a table with `name` and knobs. Raises ConfigError."""
@@ -245,7 +245,7 @@ class Choice(Knob):
         if not isinstance(table, Mapping):
             expected = "a table" if self.has_common_knobs else "a name, or a table with name"
             remedy = f"; set {key}.name" if isinstance(value, str) else ""
-            raise ConfigError(f"{source}: {key} must be {expected}, not {shown(value)}{remedy}")
+            raise ConfigError(f"{source}: {key} must be {expected}, not {shorten(value)}{remedy}")
         name, knobs = table.get("name", self.default), {k: v for k, v in table.items() if k != "name"}
         if error := self.error(name):
             raise ConfigError(f"{source}: {key if table is not value else f'{key}.name'} {error}")

@@ -49,8 +49,8 @@ def engine_seed(seed: int, instance: int, attempt: int, num_earlier_starts: int)
 def task_seed(seed: int, index: int, *, held_out: bool) -> int:
     """Derive the seed with which an environment is reset for task `index`.
 
-    Seeds are odd for held-out tasks and even for others, so no two of them are equal. They have 31 bits, which all
-    packages accept.
+    Seeds are odd for held-out tasks and even for others, so that no task of training is also held out. They have 31
+    bits, which all packages accept.
     """
     sequence = np.random.SeedSequence([seed, Stream.ENVIRONMENTS, held_out, index])
     return int(sequence.generate_state(1, np.uint32)[0]) >> 2 << 1 | held_out

@@ -64,7 +64,7 @@ class SourceKind:
     """Whether NAME is user code, file.py:NAME."""
     takes_rows: bool = False
     """For environments: whether the tasks are rows of the data set in the option `rows`; `opener` also receives
-    the Rows and their Use."""
+    the Rows and their DataUse."""
     needs_tokenizer: bool = False
     """Whether the option `tokenizer` defaults to the model's folder."""
 
@@ -118,7 +118,7 @@ KINDS: dict[str, SourceKind] = {
         SourceKind(
             syntax="datasets:FOLDER_OR_HUB_NAME",
             type=SourceType.ROWS,
-            opener="staleflow.tasks.sources.dataset_rows:DatasetRows",
+            opener="staleflow.tasks.sources.dataset_rows:DatasetsPackageRows",
             packages=("datasets",),
             install="'staleflow[datasets]'",
         ),
@@ -171,17 +171,18 @@ KINDS: dict[str, SourceKind] = {
 """The built-in kinds, by name."""
 
 
-def forms(*types: SourceType) -> str:
-    """Return the syntax of the built-in kinds of these types, for messages."""
+def syntax_of_types(*types: SourceType) -> str:
+    """Return the syntax of sources of these types, built-in kinds only, for messages."""
     return ", ".join(kind.syntax for kind in KINDS.values() if kind.type in types)
 
 
-def all_forms() -> str:
-    """Return the syntax of all kinds, for messages; kinds of installed packages as `KIND:NAME`."""
+def all_syntax() -> str:
+    """Return the syntax of sources of all kinds, for messages; those of installed packages as `KIND:NAME`."""
     package_forms = "".join(f"{name}:NAME, " for name in extensions.entry_points_of(GROUP) if name not in KINDS)
     return (
-        f"{forms(SourceType.PROCEDURAL, SourceType.ROWS)}, {package_forms}an environment of many turns "
-        f"({forms(SourceType.ENVIRONMENT)}), an agent that asks over HTTP ({forms(SourceType.AGENT)})"
+        f"{syntax_of_types(SourceType.PROCEDURAL, SourceType.ROWS)}, {package_forms}an environment of many turns "
+        f"({syntax_of_types(SourceType.ENVIRONMENT)}), an agent that asks over HTTP "
+        f"({syntax_of_types(SourceType.AGENT)})"
     )
 
 
@@ -227,7 +228,7 @@ def open_source(type: SourceType, source: str, options: Mapping[str, Any], label
     messages."""
     kind = kind_of(source)
     if kind is None or kind.type is not type:
-        raise ConfigError(f"{label}: expected {forms(type)}")
+        raise ConfigError(f"{label}: expected {syntax_of_types(type)}")
     return kind.open(source.partition(":")[2], options, label, label=label)
 
 

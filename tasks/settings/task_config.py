@@ -8,7 +8,7 @@ from typing import Any
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.reward_functions import reward_names
-from staleflow.tasks.settings.source_kinds import all_forms
+from staleflow.tasks.settings.source_kinds import all_syntax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        f"{all_forms()}, or your own class or coroutine, path/to/file.py:NAME",
+        f"{all_syntax()}, or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"

@@ -59,7 +59,7 @@ def error_text(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def line_of(error: BaseException) -> str:
+def user_code_line(error: BaseException) -> str:
     """Return the innermost line of user code in an error's traceback, as file.py:LINE, or function:LINE for a function
     pickled by value; empty if there is none."""
     lines = []

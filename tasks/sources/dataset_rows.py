@@ -21,12 +21,12 @@ from staleflow.tasks.rendering.task_source import (
     prompt_of,
     require_text,
 )
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.reward_functions import NO_ANSWER
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
-SPLIT = "train"
+DEFAULT_SPLIT = "train"
 """The split that is used unless the options name another, or there is only one."""
 SAVED_FOLDER_FILES = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that save_to_disk wrote: one of them is there."""
@@ -125,7 +125,7 @@ class ParquetRows:
         return f"{self._path}, row {index}"
 
 
-class DatasetRows:
+class DatasetsPackageRows:
     """The rows of a data set of the `datasets` package: a folder written by save_to_disk, or a name that load_dataset
     accepts."""
 
@@ -147,7 +147,7 @@ class DatasetRows:
         try:
             dataset = datasets.load_from_disk(str(folder)) if is_saved else datasets.load_dataset(path, **arguments)
             if isinstance(dataset, Mapping):
-                split_name = split or (next(iter(dataset)) if len(dataset) == 1 else SPLIT)
+                split_name = split or (next(iter(dataset)) if len(dataset) == 1 else DEFAULT_SPLIT)
                 if split_name not in dataset:
                     raise ConfigError(
                         f"{label}: no split {split_name!r}; set the option split to {' or '.join(dataset)}"
@@ -185,12 +185,16 @@ class RowSource:
     A record is its row, with the prompt also under `prompt` and the answer under `answer`.
     """
 
-    def __init__(self, rows: Rows, columns: Columns, label: str, use: Use = Use.BOTH) -> None:
+    def __init__(self, rows: Rows, columns: Columns, label: str, use: DataUse = DataUse.BOTH) -> None:
         """label: the data set's key and name in the job file, for messages. A single row is trained on and held out.
         Raises ConfigError for no rows, or a row without a prompt or an answer."""
         count = len(rows)
         self._rows, self._columns, self._label = rows, columns, label
-        num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
+        num_held_out = {
+            DataUse.BOTH: max(1, int(count * HELD_OUT_SHARE)),
+            DataUse.TRAINING: 0,
+            DataUse.EVALUATION: count,
+        }[use]
         self._held_out_rows = range(count - num_held_out, count)
         self._training_rows: Sequence[int] = range(count - num_held_out) or range(count)
         self.num_held_out = num_held_out
@@ -205,10 +209,10 @@ class RowSource:
         rows = self._held_out_rows if held_out else self._training_rows
         number = rows[index % len(rows)]
         row = self._rows[number]
-        prompt = _at(row, self._columns.prompt)
+        prompt = _value_at(row, self._columns.prompt)
         fields = {"prompt": prompt}
         if self._columns.answer:
-            fields["answer"] = _at(row, self._columns.answer)
+            fields["answer"] = _value_at(row, self._columns.answer)
         return Task(prompt=require_text(prompt_of(prompt)), record={**row, **fields}, row=number)
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
@@ -258,7 +262,7 @@ class RowSource:
         head = name if name in self._rows.names else name.partition(".")[0]
         values = self._rows.column(head) if head in self._rows.names else [None]
         for index, value in enumerate(values):
-            if (field := _at({head: value}, name)) is None:
+            if (field := _value_at({head: value}, name)) is None:
                 if name in self._rows.names:
                     raise ConfigError(
                         f"{self._rows.location(index)}: no {name!r}, which other rows have; add it to this one"
@@ -275,12 +279,12 @@ def _refuse_options(options: Mapping[str, Any], label: str) -> None:
         raise ConfigError(f"{label}: a file has no options; remove {', '.join(options)}")
 
 
-def _at(record: Record, name: str) -> Any:
+def _value_at(record: Record, name: str) -> Any:
     """A record's value by its column's name, or by `column.field`; None if it has none."""
     if name in record:
         return record[name]
     head, _, rest = name.partition(".")
-    return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else None
+    return _value_at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else None
 
 
 def format_columns(name: str, names: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import GroupId
 from staleflow.tasks.rendering.task_source import Record, Task, distinct_held_out
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.prompts import Prompts
-from staleflow.tasks.sources.task_sources import EvaluationRecord
+from staleflow.tasks.sources.task_sources import EvalSourceRecord
 
 GREEDY = -1
 """Number of the greedy response to a prompt; sampled ones count from 0."""
@@ -53,14 +53,14 @@ class ItemSummary(NamedTuple):
 class EvaluationItems:
     """All items of a run's evaluations, built on first use. Used in one thread."""
 
-    def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
-        self._prompts, self._sets = prompts, sets
+    def __init__(self, prompts: Prompts, eval_sets: Sequence[EvaluationSet]) -> None:
+        self._prompts, self._eval_sets = prompts, eval_sets
         self._items: list[EvaluationItem] | None = None
 
     def all(self) -> list[EvaluationItem]:
         """The items, set by set. Raises ConfigError."""
         if self._items is None:
-            self._items = [item for eval_set in self._sets for item in self._items_of(eval_set)]
+            self._items = [item for eval_set in self._eval_sets for item in self._items_of(eval_set)]
         return self._items
 
     def summaries(self) -> list[ItemSummary]:
@@ -78,7 +78,7 @@ class EvaluationItems:
         """The items of a set, prompt by prompt. Raises ConfigError."""
         config, name = eval_set.config, eval_set.name
         for number, task in enumerate(self._tasks(eval_set)):
-            record = task.record if eval_set.uses_run_reward else EvaluationRecord.with_label(name, task.record)
+            record = task.record if eval_set.uses_run_reward else EvalSourceRecord.of(name, task.record)
             tokens, digest = self._prompts.encode(task, config.max_new_tokens), short_digest(repr(task.identity))
             for sample in (*range(config.samples), *([GREEDY] if config.greedy else [])):
                 yield EvaluationItem(

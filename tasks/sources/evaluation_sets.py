@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Prompt, TaskSource, held_out_prompts
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.settings.task_config import EvaluationSetConfig
 from staleflow.tasks.sources.task_sources import make_source
@@ -39,9 +39,11 @@ class EvaluationSet:
                 f"{key} = {source!r} is an environment of many turns, which is played as task.source or "
                 "task.eval_source only; leave it empty in a set of that environment's tasks"
             )
-        return make_source(source, self.config.options, self.seed, self.columns, Use.EVALUATION, key=key)
+        return make_source(source, self.config.options, self.seed, self.columns, DataUse.EVALUATION, key=key)
 
 
-def evaluated_prompts(sets: Iterable[EvaluationSet]) -> frozenset[Prompt]:
+def evaluated_prompts(eval_sets: Iterable[EvaluationSet]) -> frozenset[Prompt]:
     """The prompts of those sets that have a source of their own; they must not be trained on. Raises ConfigError."""
-    return frozenset[Prompt]().union(*(held_out_prompts(s.build(), s.config.prompts) for s in sets if s.config.source))
+    return frozenset[Prompt]().union(
+        *(held_out_prompts(s.build(), s.config.prompts) for s in eval_sets if s.config.source)
+    )

@@ -12,7 +12,7 @@ import numpy as np
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, prompt_excerpt
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts, without_prompts
@@ -31,16 +31,16 @@ class ExampleSettings:
 
     prompts: PromptSettings
     """The run's prompts and their encoding; only the encoding is used if `source` is set."""
-    count: int
+    examples_per_step: int
     """Examples per step."""
     source: str = ""
     """Source of the examples; empty: training prompts of the run."""
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     columns: Columns = Columns()
-    excluded: SourceSettings | None = None
-    """Source of held-out prompts, which are excluded from `source`; None if there are none."""
-    sets: tuple[EvaluationSet, ...] = ()
+    held_out_source: SourceSettings | None = None
+    """Settings of the source whose held-out prompts are excluded from `source`; None if there are none."""
+    eval_sets: tuple[EvaluationSet, ...] = ()
     """Evaluation sets, whose prompts are excluded from `source` too."""
 
     def build(self) -> Examples:
@@ -61,7 +61,7 @@ class Examples:
 
     def rows(self, step: int) -> list[Row]:
         """The rows of a step. Raises ConfigError for a row without an answer."""
-        count = self._settings.count
+        count = self._settings.examples_per_step
         indices = range(step * count, (step + 1) * count)
         tasks = self._prompts.tasks(indices) if self._source is None else draw_tasks(self._source, indices)
         return [self.row(task) for task in tasks]
@@ -88,8 +88,8 @@ class Examples:
     def _make_source(self) -> TaskSource:
         settings = self._settings
         source = make_source(
-            settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=SOURCE_KEY
+            settings.source, settings.options, settings.seed, settings.columns, DataUse.TRAINING, key=SOURCE_KEY
         )
-        if settings.excluded is not None:
-            source = source.excluding_held_out(settings.prompts.num_held_out, settings.excluded.build())
-        return without_prompts(source, evaluated_prompts(settings.sets))
+        if settings.held_out_source is not None:
+            source = source.excluding_held_out(settings.prompts.num_held_out, settings.held_out_source.build())
+        return without_prompts(source, evaluated_prompts(settings.eval_sets))

@@ -30,7 +30,7 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
-from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings, label_record
+from staleflow.tasks.sources.task_sources import NamedSourceSettings, SourceSettings, with_origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class PromptSettings:
     """Folder or hub name of the model."""
     source: SourceSettings
     max_new_tokens: int
-    context: int
+    context_length: int
     """Tokens that the model can attend to."""
     kv_tokens: int
     """Tokens that an engine's cache can hold."""
@@ -52,11 +52,11 @@ class PromptSettings:
     its header."""
     workload: Workload | None = None
     """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
-    sets: tuple[EvaluationSet, ...] = ()
+    eval_sets: tuple[EvaluationSet, ...] = ()
     """Evaluation sets, whose prompts are not trained on."""
-    random_responses: bool = False
+    has_random_responses: bool = False
     """Whether the engine is emulated, and responses are random texts (`run --dry-run`)."""
-    sources: tuple[NamedSource, ...] = ()
+    sources: tuple[NamedSourceSettings, ...] = ()
     """Several sources, used instead of `source`."""
 
     @property
@@ -69,7 +69,7 @@ class PromptSettings:
         """Maximum number of tokens of a response to a prompt of a source."""
         return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
 
-    def for_source(self, source: NamedSource) -> PromptSettings:
+    def for_source(self, source: NamedSourceSettings) -> PromptSettings:
         """Settings for one of several sources."""
         return replace(
             self,
@@ -83,22 +83,30 @@ class PromptSettings:
     def build(self) -> Prompts:
         if self.sources:
             return MixedPrompts(self)
-        if self.random_responses:
-            return TokenizedPrompts(self, RandomTexts(self.tokenizer))
+        if self.has_random_responses:
+            return TokenizedPrompts(self, RandomTextTokenizer(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
 
 class Prompts(Protocol):
     """Numbered prompts: drawing them, encoding them, and decoding responses."""
 
-    def task(self, index: int) -> Task: ...
+    def task(self, index: int) -> Task:
+        """Draw training prompt `index` of the first source."""
+        ...
 
-    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]: ...
+    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
+        """Draw training prompts of a source."""
+        ...
 
-    def held_out(self, count: int, source: int = 0) -> list[Task]: ...
+    def held_out(self, count: int, source: int = 0) -> list[Task]:
+        """Draw the first `count` distinct held-out prompts of a source; fewer if it has fewer."""
+        ...
 
     @property
-    def held_out_notice(self) -> str: ...
+    def held_out_notice(self) -> str:
+        """One line on training prompts that turned out to be held out; empty if there were none so far."""
+        ...
 
     def encode(self, task: Task, max_new_tokens: int = 0) -> tuple[int, ...]:
         """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache.
@@ -109,10 +117,12 @@ class Prompts(Protocol):
         """Whether a prompt is short enough to be used by a run that leaves out prompts that are too long."""
         ...
 
-    def text(self, tokens: Sequence[int]) -> str: ...
+    def text(self, tokens: Sequence[int]) -> str:
+        """Decode a response."""
+        ...
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], source: int = 0
     ) -> list[int]:
         """Encode the messages between two turns, from the end of the first to the start of the second; see
         Bridge.ids."""
@@ -152,14 +162,14 @@ class EmulatedPrompts:
         return self._tokenizer.text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], source: int = 0
     ) -> list[int]:
         """Return arbitrary tokens. The content of each message is its number of tokens."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in emulated_ids(0, len(before) + len(turn), count)]
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
-        return self.bridge_tokens((), (), messages, 0)
+        return self.bridge_tokens((), (), messages)
 
 
 class TokenizedPrompts:
@@ -179,7 +189,7 @@ class TokenizedPrompts:
         self._settings = settings
         self._concurrency = settings.source.concurrency
         source = settings.source.build().excluding_held_out(settings.num_held_out)
-        self._source = without_prompts(source, evaluated_prompts(settings.sets))
+        self._source = without_prompts(source, evaluated_prompts(settings.eval_sets))
         if settings.max_prompt_tokens is not None:
             self._source = FilteredSource(self._source, self.fits)
         self._tokenizer = tokenizer or load_chat_tokenizer(settings.tokenizer)
@@ -215,12 +225,14 @@ class TokenizedPrompts:
         ids = self._ids(task)
         settings = self._settings
         max_new_tokens = max_new_tokens or settings.max_new_tokens
-        max_tokens = min(settings.context, settings.kv_tokens) - max_new_tokens
+        max_tokens = min(settings.context_length, settings.kv_tokens) - max_new_tokens
         if not 0 < len(ids) <= max_tokens:
-            limit_name = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
+            limit_name = (
+                "the model's context" if settings.context_length <= settings.kv_tokens else "rollout.engine.kv_tokens"
+            )
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens; it must have 1 to {max_tokens}, {limit_name} of "
-                f"{min(settings.context, settings.kv_tokens)} less max_new_tokens = {max_new_tokens}: "
+                f"{min(settings.context_length, settings.kv_tokens)} less max_new_tokens = {max_new_tokens}: "
                 f"{prompt_excerpt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
             )
         return ids
@@ -255,7 +267,7 @@ class TokenizedPrompts:
         """Whether a prompt may have too many tokens, judged without encoding it: a token has at least one byte."""
         settings, max_tokens = self._settings, self._settings.max_prompt_tokens
         if max_tokens is None:
-            max_tokens = min(settings.context, settings.kv_tokens) - settings.max_new_tokens
+            max_tokens = min(settings.context_length, settings.kv_tokens) - settings.max_new_tokens
         if self._task_config.chat or not isinstance(task.prompt, str):
             return True
         return len(task.prompt.encode()) + len(self._task_config.template.encode()) > max_tokens
@@ -283,12 +295,12 @@ class TokenizedPrompts:
         return self._tokenizer.text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], source: int = 0
     ) -> list[int]:
         params, rest = split_params(tuple(messages))
         if params.token_ids is not None:
             return list(params.token_ids)
-        return self.bridge.ids(before, turn, [m for m in rest if isinstance(m, Message)], number)
+        return self.bridge.ids(before, turn, [m for m in rest if isinstance(m, Message)])
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         params, rest = split_params(tuple(messages))
@@ -311,7 +323,7 @@ class MixedPrompts:
     is not trained on in any other."""
 
     def __init__(self, settings: PromptSettings) -> None:
-        make_tokenizer = RandomTexts if settings.random_responses else load_chat_tokenizer
+        make_tokenizer = RandomTextTokenizer if settings.has_random_responses else load_chat_tokenizer
         tokenizer: ChatTokenizer = make_tokenizer(settings.tokenizer)
         self._names = [source.name for source in settings.sources]
         self.prompts_by_source = [
@@ -327,14 +339,14 @@ class MixedPrompts:
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         """Training prompts of a source."""
-        return [self._label(task, source) for task in self.prompts_by_source[source].tasks(indices)]
+        return [self._with_origin(task, source) for task in self.prompts_by_source[source].tasks(indices)]
 
     def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` distinct held-out prompts of a source; see TokenizedPrompts.held_out."""
-        return [self._label(task, source) for task in self.prompts_by_source[source].held_out(count)]
+        return [self._with_origin(task, source) for task in self.prompts_by_source[source].held_out(count)]
 
-    def _label(self, task: Task, source: int) -> Task:
-        return replace(task, source=source, record=label_record(self._names[source], task.record))
+    def _with_origin(self, task: Task, source: int) -> Task:
+        return replace(task, source=source, record=with_origin(self._names[source], task.record))
 
     @property
     def held_out_notice(self) -> str:
@@ -352,15 +364,15 @@ class MixedPrompts:
         return self.prompts_by_source[0].text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], source: int = 0
     ) -> list[int]:
-        return self.prompts_by_source[source].bridge_tokens(before, turn, messages, number)
+        return self.prompts_by_source[source].bridge_tokens(before, turn, messages)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         return self.prompts_by_source[source].render(messages)
 
 
-ATTEMPTS = 1000
+MAX_ATTEMPTS = 1000
 """Maximum prompts tried in place of one, in each of two orders. If only one in a hundred fits, all of the first order
 fail with probability 4e-5."""
 INDEX_STEP = 10_007
@@ -370,7 +382,7 @@ file, so that the indices that follow are tried last."""
 
 class ReplacementReason(NamedTuple):
     """Why prompts are replaced. notice: shown with the number of replaced prompts. remedy: error message if none of
-    ATTEMPTS prompts fits."""
+    MAX_ATTEMPTS prompts fits."""
 
     notice: str
     remedy: str
@@ -378,12 +390,12 @@ class ReplacementReason(NamedTuple):
 
 TOO_LONG = ReplacementReason(
     "too long, and replaced (task.skip_long)",
-    f"task.skip_long: {ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "
+    f"task.skip_long: {MAX_ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "
     "rollout.engine.kv_tokens, or shorten the prompts",
 )
 EVALUATED = ReplacementReason(
     "prompts of [evaluation.sets], and replaced",
-    f"evaluation.sets: {ATTEMPTS} prompts in a row are evaluated; take fewer prompts, or another source",
+    f"evaluation.sets: {MAX_ATTEMPTS} prompts in a row are evaluated; take fewer prompts, or another source",
 )
 
 
@@ -420,8 +432,8 @@ class FilteredSource:
         """Return prompt `index`, or its replacement. Raises ConfigError if none fits."""
         if held_out:
             return self._source.task(index, held_out=True)
-        distant_indices = (index + attempt * (INDEX_STEP + attempt) for attempt in range(ATTEMPTS))
-        for other_index in itertools.chain(distant_indices, range(index + 1, index + ATTEMPTS)):
+        distant_indices = (index + attempt * (INDEX_STEP + attempt) for attempt in range(MAX_ATTEMPTS))
+        for other_index in itertools.chain(distant_indices, range(index + 1, index + MAX_ATTEMPTS)):
             task = self._source.task(other_index)
             if self._fits(task):
                 with self._count_lock:
@@ -441,7 +453,7 @@ ID_MULTIPLIER = 2_654_435_761
 vocabulary."""
 
 
-class RandomTexts(ChatTokenizer):
+class RandomTextTokenizer(ChatTokenizer):
     """A ChatTokenizer that decodes the token ids of an emulated engine as random tokens of the vocabulary."""
 
     def __init__(self, model: str) -> None:
@@ -449,5 +461,5 @@ class RandomTexts(ChatTokenizer):
         super().__init__(tokenizer)
         self._size = max(1, len(tokenizer))
 
-    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        return super().text([token * ID_MULTIPLIER % self._size for token in tokens], special=special)
+    def text(self, tokens: Sequence[int], *, keep_special: bool = False) -> str:
+        return super().text([token * ID_MULTIPLIER % self._size for token in tokens], keep_special=keep_special)

@@ -10,7 +10,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, held_out_prompts
 
-REDRAWS = 10_000
+MAX_REDRAWS = 10_000
 """Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
 out, all draws fail with probability 10**-43."""
 
@@ -54,14 +54,14 @@ class ReasoningGym:
         self._num_drawn += 1
         if task.prompt in self._held_out:
             self._num_redrawn += 1
-            tries = range(REDRAWS)
-            redraws = (self._draw(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
+            tries = range(MAX_REDRAWS)
+            redraws = (self._draw(self.REDRAWN_OFFSET + index * MAX_REDRAWS + i) for i in tries)
             replacement = next((t for t in redraws if t.prompt not in self._held_out), None)
             if replacement is None:
                 raise ConfigError(
-                    f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
-                    f"lower task.eval_prompts = {self._num_held_out}, or set task.options that allow more distinct "
-                    "prompts"
+                    f"task.source = reasoning_gym:{self._name}: {MAX_REDRAWS} draws gave only prompts that are held "
+                    f"out; lower task.eval_prompts = {self._num_held_out}, or set task.options that allow more "
+                    "distinct prompts"
                 )
             task = replacement
         return task

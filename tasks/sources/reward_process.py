@@ -28,8 +28,8 @@ from staleflow.tasks.rendering.task_source import Reward
 from staleflow.tasks.settings.task_config import RewardConfig
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.task_sources import (
-    LabelledRecord,
-    NamedSource,
+    NamedSourceSettings,
+    RecordWithOrigin,
     SourceSettings,
     extract_answer,
     make_reward,
@@ -50,9 +50,9 @@ class ScoringSettings:
 
     source: SourceSettings
     reward: RewardConfig
-    sets: Sequence[EvaluationSet] = ()
+    eval_sets: Sequence[EvaluationSet] = ()
     """Evaluation sets with a reward of their own."""
-    sources: Sequence[NamedSource] = ()
+    sources: Sequence[NamedSourceSettings] = ()
     """In place of `source`: several task sources."""
 
 
@@ -215,7 +215,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         except EOFError:
             return
         try:
-            reward_of, pattern = rewards[record.label if isinstance(record, LabelledRecord) else ""]
+            reward_of, pattern = rewards[record.origin if isinstance(record, RecordWithOrigin) else ""]
             reward, parts = parse_reward(reward_of(extract_answer(pattern, response), record))
             problem = ""
         except InvalidReward as exception:
@@ -226,7 +226,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _make_rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
-    """Build (reward function, answer pattern) by the label of a record. Raises ConfigError."""
+    """Build the (reward function, answer pattern) of each origin of records. Raises ConfigError."""
     reward, rewards = settings.reward, {}
     if not settings.sources:
         job_source = settings.source.build()
@@ -238,7 +238,7 @@ def _make_rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
         else:
             reward_function = make_reward(reward.function, source, reward.parts)
         rewards[entry.name] = reward_function, entry.settings.task.answer_pattern
-    for eval_set in settings.sets:
+    for eval_set in settings.eval_sets:
         source = eval_set.build() if eval_set.config.source else job_source
         reward_function = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")
         rewards[eval_set.name] = reward_function, settings.source.task.answer_pattern

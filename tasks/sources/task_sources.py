@@ -27,10 +27,10 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.reward_functions import load_reward, reward_name_error
-from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
+from staleflow.tasks.settings.source_kinds import SourceType, all_syntax, is_agent, is_environment, kind_of, open_source
 from staleflow.tasks.settings.task_config import RewardPart, TaskConfig
 from staleflow.tasks.sources.dataset_rows import RowSource
 from staleflow.tasks.sources.reasoning_gym_tasks import DRAW_LOCK
@@ -104,32 +104,32 @@ class EmulatedSource:
         return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
 
 
-class LabelledRecord(dict[str, Any]):
-    """A record with the label of the reward that scores it. label: name of the evaluation set or of the task source;
-    empty: the run's reward."""
+class RecordWithOrigin(dict[str, Any]):
+    """A record with the name of the evaluation set or task source that it is of, whose reward scores it. origin: that
+    name; empty for the run's only source."""
 
-    label = ""
+    origin = ""
 
     @classmethod
-    def with_label(cls, name: str, record: Record) -> Self:
-        """The record with a label."""
-        labelled = cls(record)
-        labelled.label = name
-        return labelled
+    def of(cls, origin: str, record: Record) -> Self:
+        """The record with this origin."""
+        result = cls(record)
+        result.origin = origin
+        return result
 
 
-class EvaluationRecord(LabelledRecord):
-    """A record of a separate source of evaluation prompts, which is scored by its own verifier."""
+class EvalSourceRecord(RecordWithOrigin):
+    """A record of task.eval_source or of an evaluation set, which is scored by the verifier of its own source."""
 
 
-def label_record(name: str, record: Record) -> LabelledRecord:
-    """Label the record of one of several task sources."""
-    kind = EvaluationRecord if isinstance(record, EvaluationRecord) else LabelledRecord
-    return kind.with_label(name, record)
+def with_origin(name: str, record: Record) -> RecordWithOrigin:
+    """The record of a task of one of several task sources. name: the source's."""
+    kind = EvalSourceRecord if isinstance(record, EvalSourceRecord) else RecordWithOrigin
+    return kind.of(name, record)
 
 
-class SplitSource:
-    """Training prompts of one source, and held-out prompts of another."""
+class SourceWithEvaluation:
+    """A task source with the training prompts of one source and the held-out prompts of another."""
 
     def __init__(self, training: TaskSource, evaluation: TaskSource) -> None:
         self._training, self._evaluation = training, evaluation
@@ -138,11 +138,11 @@ class SplitSource:
         if not held_out:
             return self._training.task(index)
         task = self._evaluation.task(index, held_out=True)
-        return replace(task, record=EvaluationRecord(task.record))
+        return replace(task, record=EvalSourceRecord(task.record))
 
-    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> SplitSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> SourceWithEvaluation:
         source = evaluation or self._evaluation
-        return SplitSource(self._training.excluding_held_out(num_held_out, source), self._evaluation)
+        return SourceWithEvaluation(self._training.excluding_held_out(num_held_out, source), self._evaluation)
 
     @property
     def num_held_out(self) -> int | None:
@@ -153,7 +153,7 @@ class SplitSource:
         return self._training.held_out_notice
 
     def score(self, answer: str, record: Record) -> float | tuple[float, dict[str, float]]:
-        source = self._evaluation if isinstance(record, EvaluationRecord) else self._training
+        source = self._evaluation if isinstance(record, EvalSourceRecord) else self._training
         return source.score(answer, record)
 
 
@@ -187,12 +187,14 @@ class SourceSettings:
         training = self._make_source(task.source, self.options, self.training_use)
         if not task.eval_source:
             return training
-        return SplitSource(training, self._make_source(task.eval_source, self.eval_options, Use.EVALUATION))
+        return SourceWithEvaluation(
+            training, self._make_source(task.eval_source, self.eval_options, DataUse.EVALUATION)
+        )
 
     @property
-    def training_use(self) -> Use:
+    def training_use(self) -> DataUse:
         """Which rows of task.source's data set are used."""
-        return Use.TRAINING if self.task.eval_source else Use.BOTH
+        return DataUse.TRAINING if self.task.eval_source else DataUse.BOTH
 
     @property
     def options(self) -> dict[str, Any]:
@@ -209,13 +211,13 @@ class SourceSettings:
         kind = kind_of(source)
         return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.needs_tokenizer else dict(options)
 
-    def _make_source(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
+    def _make_source(self, source: str, options: Mapping[str, Any], use: DataUse) -> TaskSource:
         return make_source(source, options, self.seed, self.task.columns, use, self.environment_config, self.endpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedSource:
-    """One of several task sources."""
+class NamedSourceSettings:
+    """Settings of one of several task sources."""
 
     name: str
     settings: SourceSettings
@@ -224,7 +226,7 @@ class NamedSource:
     max_new_tokens: int
     """Maximum number of tokens of a response to a prompt of this source."""
     reward: str
-    """Its reward, as reward.function; empty: the run's."""
+    """Name of its reward function, as in reward.function; empty: the run's reward."""
 
 
 def make_source(
@@ -232,7 +234,7 @@ def make_source(
     options: Mapping[str, Any],
     seed: int,
     columns: Columns | None = None,
-    use: Use = Use.BOTH,
+    use: DataUse = DataUse.BOTH,
     environment_config: EnvironmentConfig | None = None,
     endpoint: EndpointSettings | None = None,
     key: str = "",
@@ -252,7 +254,7 @@ def make_source(
     Raises:
         ConfigError: The source cannot be created.
     """
-    key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
+    key = key or ("task.eval_source" if use is DataUse.EVALUATION else "task.source")
     label = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.PROCEDURAL:
@@ -268,7 +270,7 @@ def make_source(
         )
     if name:
         return UserSource(source, options, seed, key)
-    raise ConfigError(f"{label}: expected {all_forms()}, file.py:NAME or module:NAME")
+    raise ConfigError(f"{label}: expected {all_syntax()}, file.py:NAME or module:NAME")
 
 
 def make_reward(

@@ -27,11 +27,11 @@ Valid = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlong:
+class OverlongPenalty:
     """DAPO's soft penalty on responses whose length is near the limit `max_length` (2503.14476). It is subtracted from
     their reward, and grows from 0 at `max_length - ramp_tokens` to `penalty` at `max_length`.
 
-    >>> Overlong(ramp_tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
+    >>> OverlongPenalty(ramp_tokens=10, penalty=1.0, max_length=100).penalties(np.array([50, 90, 95, 100])).tolist()
     [0.0, 0.0, 0.5, 1.0]
     """
 
@@ -73,7 +73,7 @@ class Advantage(RegistryEntry, ABC):
 class UserAdvantage(UserCode, Advantage):
     """An advantage function from a user's file. Checks its results."""
 
-    kind: ClassVar[str] = "function"
+    code_kind: ClassVar[str] = "function"
     compares_members = False
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:

@@ -1,4 +1,4 @@
-"""Checks the batch of a training step, and computes its advantages and metrics."""
+"""The batch of a training step: its checks, advantages and metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.metrics import REWARD_PART_PREFIX
 from staleflow.stores.reward_statistics import has_signal
-from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory
-from staleflow.tasks.training.advantage import Advantage, Overlong
+from staleflow.stores.trajectory import EndedTrajectory, Fate, FinishReason, Trajectory
+from staleflow.tasks.training.advantage import Advantage, OverlongPenalty
 
 
 def check_batch(
@@ -33,10 +33,11 @@ def check_batch(
         raise ProtocolViolation(f"step {step}: the batch does not consist of whole groups")
 
 
-def consumed_rows(
-    step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: Overlong
+def rows_with_advantages(
+    step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: OverlongPenalty
 ) -> list[EndedTrajectory]:
-    """The trajectories of a batch as stored rows with their advantages, in the order of the batch."""
+    """Compute the advantages of a batch. Returns its trajectories as they are stored, with their advantages, in the
+    same order."""
     rewards, valid = _rewards(batch, group_size)
     response_lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
     advantages = advantage.advantages(rewards - overlong.penalties(response_lengths), valid).reshape(-1)
@@ -77,8 +78,8 @@ def batch_metrics(batch: Sequence[EndedTrajectory], group_size: int) -> dict[str
         "turns_max": float(turns.max()),
         "branches": float(sum(len(e.trajectory.branches) for e in batch)),
         "given_tokens": float(sum(e.trajectory.num_given for e in batch)),
-        "tool_s": float(np.mean([e.trajectory.tool_s for e in batch])),
-        "truncated_share": float(np.mean([e.trajectory.finish.value == "length" for e in batch])),
+        "tool_s": float(np.mean([e.trajectory.environment_s for e in batch])),
+        "truncated_share": float(np.mean([e.trajectory.finish is FinishReason.LENGTH for e in batch])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "sampling_s": float(sampling_s.mean()),

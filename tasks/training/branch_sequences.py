@@ -46,9 +46,9 @@ class BranchSequences:
             of_row.append(tuple(range(num_sequences, len(sequences))))
         return cls(rows=tuple(sequences), sequences_of_row=tuple(of_row), positions=tuple(all_positions))
 
-    def select(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Indices of the sequences of these rows, and for each the position of its row in the argument."""
-        pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.sequences_of_row[i]]
+    def select(self, row_indices: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Indices of the sequences of these rows, and for each the position of its row in `row_indices`."""
+        pairs = [(sequence, k) for k, i in enumerate(row_indices) for sequence in self.sequences_of_row[i]]
         return [sequence for sequence, _ in pairs], [k for _, k in pairs]
 
     def merge_by_row(
@@ -81,18 +81,18 @@ def _split_row(row: Row) -> list[tuple[Row, Positions]]:
     sequences = []
     for path, trained in parts:
         start = _prompt_length(path, trained, prompt_length)
-        sampled_positions = path[start:] - prompt_length
+        response_positions = path[start:] - prompt_length
         sequence = replace(
             row,
             prompt=ids[path[:start]],
             response=ids[path[start:]],
-            behaviour=row.behaviour[sampled_positions],
+            behaviour=row.behaviour[response_positions],
             sampled=trained[start:],
-            lags=None if row.lags is None else row.lags[sampled_positions],
-            reference=None if row.reference is None else row.reference[sampled_positions],
+            lags=None if row.lags is None else row.lags[response_positions],
+            reference_logprobs=None if row.reference_logprobs is None else row.reference_logprobs[response_positions],
             branches=(),
         )
-        sequences.append((sequence, sampled_positions))
+        sequences.append((sequence, response_positions))
     return sequences or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from staleflow.stores.weights import resume_points
 from staleflow.stores.weights.weight_hash import Weights
-from staleflow.tasks.engines.emulated_engine import weights, word_logprobs
+from staleflow.tasks.engines.emulated_engine import emulated_logprobs, emulated_weights
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.objective import Objective
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmulatedTraining:
+class EmulatedTrainerSettings:
     """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
     of its batch including prompts; `sleep` takes switch_s. time_scale divides all of these."""
 
@@ -47,7 +47,7 @@ class EmulatedPolicy:
     """The policy of an emulated run, for the Trainer actor. In a group each rank does the same, and only the leading
     rank writes."""
 
-    def __init__(self, settings: EmulatedTraining, rank: Rank = SINGLE_RANK) -> None:
+    def __init__(self, settings: EmulatedTrainerSettings, rank: Rank = SINGLE_RANK) -> None:
         self._settings = settings
         self._rank = rank
         self._objective = Objective.of(settings.training)
@@ -74,11 +74,11 @@ class EmulatedPolicy:
         return {}
 
     def apply_to_weights(self, function: Callable[[Weights], T]) -> T:
-        return function(weights(self._version))
+        return function(emulated_weights(self._version))
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return synthetic logprobs of tokens[1:], nats."""
-        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+        return tuple(emulated_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     def save(self, folder: Path, published: Path) -> None:
         """Do nothing: there are no weights to save."""

@@ -34,11 +34,11 @@ ChunkLoss = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobQuery:
+class LogprobOptions:
     """Settings of logprobs: the temperature, and whether to compute the entropies of the tokens' distributions too."""
 
     temperature: float
-    entropy: bool
+    with_entropy: bool
 
 
 class LmHead:
@@ -70,13 +70,13 @@ class LmHead:
         finally:
             self._hidden_function = None
 
-    def logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
+    def logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, options: LogprobOptions) -> torch.Tensor:
         """Compute [n, 1 or 2] logprobs, and entropies if queried, of the tokens that follow [n, H] hidden states."""
         chunk_size = self.max_chunk_tokens
         recompute = len(tokens) > chunk_size and torch.is_grad_enabled()
         logprobs = []
         for hidden_chunk, token_chunk in zip(hidden.split(chunk_size), tokens.split(chunk_size), strict=True):
-            args = (hidden_chunk, token_chunk, query)
+            args = (hidden_chunk, token_chunk, options)
             logprobs.append(
                 checkpoint(self._token_logprobs, *args, use_reentrant=False)
                 if recompute
@@ -85,7 +85,11 @@ class LmHead:
         return torch.cat(logprobs)
 
     def loss(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery, chunks: Sequence[tuple[int, ChunkLoss]]
+        self,
+        hidden: torch.Tensor,
+        tokens: torch.Tensor,
+        options: LogprobOptions,
+        chunks: Sequence[tuple[int, ChunkLoss]],
     ) -> torch.Tensor:
         """Sum the losses of chunks of consecutive tokens. The gradient of each chunk is computed at once."""
         weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
@@ -95,7 +99,7 @@ class LmHead:
         ) -> tuple[torch.Tensor, Any]:
             with torch.enable_grad():
                 hidden_chunk = hidden_chunk.detach().requires_grad_()
-                loss = chunk_loss(self.logprobs(hidden_chunk, token_chunk, query))
+                loss = chunk_loss(self.logprobs(hidden_chunk, token_chunk, options))
                 return loss.detach(), torch.autograd.grad(loss, [hidden_chunk, *weights])
 
         loss: torch.Tensor = _ChunkedLoss.apply(hidden, tokens, loss_and_gradients, chunks, *weights)
@@ -106,11 +110,11 @@ class LmHead:
         output: torch.Tensor = (self._hidden_function or self._logits)(hidden)
         return output
 
-    def _token_logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
+    def _token_logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, options: LogprobOptions) -> torch.Tensor:
         scaled_logits = self._logits(hidden).float()
-        if query.temperature != 1.0:
-            scaled_logits = scaled_logits / query.temperature
-        return target_logprobs(scaled_logits, tokens, entropy=query.entropy)
+        if options.temperature != 1.0:
+            scaled_logits = scaled_logits / options.temperature
+        return target_logprobs(scaled_logits, tokens, with_entropy=options.with_entropy)
 
     def _returns_logits_unchanged(self, model: Any, device: str) -> bool:
         """Whether the model returns this layer's output unchanged, in a trial call."""
@@ -164,12 +168,12 @@ class _ChunkedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is n
         return hidden_gradient, None, None, None, *weight_gradients
 
 
-def target_logprobs(scaled_logits: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+def target_logprobs(scaled_logits: torch.Tensor, tokens: torch.Tensor, *, with_entropy: bool) -> torch.Tensor:
     """Compute [..., 1] logprobs of tokens under [..., V] logits at a temperature, float32, nats; or [..., 2] with the
     entropies of their distributions."""
     losses = torch.nn.functional.cross_entropy(scaled_logits.flatten(0, -2), tokens.flatten(), reduction="none")
     logprobs = [-losses.view(tokens.shape)]
-    if entropy:
+    if with_entropy:
         probabilities = scaled_logits.softmax(-1)
         # Tokens that a model excludes have a logit of -inf, and 0 times that is NaN.
         logprobs.append(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.training.lm_head import LmHead, LogprobQuery, target_logprobs
+from staleflow.tasks.training.lm_head import LmHead, LogprobOptions, target_logprobs
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
 from staleflow.tasks.training.packed_attention import PackedRowLengths, enable_packing
 from staleflow.tasks.training.shared_prompts import PackedLayout
@@ -74,14 +74,14 @@ class LogprobModel:
     """A model with the settings to compute logprobs under it.
 
     Args:
-        bfloat16: Whether the forward pass uses bfloat16 autocast.
+        uses_bfloat16: Whether the forward pass uses bfloat16 autocast.
         token_budget: Tokens per forward pass, including padding.
         rank, num_ranks: Index of this process in the trainer's group, and size of the group.
     """
 
     model: Any
     device: str
-    bfloat16: bool
+    uses_bfloat16: bool
     temperature: float
     token_budget: int
     rank: int = 0
@@ -115,23 +115,25 @@ class LogprobModel:
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Compute [N, T] logprobs of the sampled tokens, nats, float32, 0 elsewhere. With gradient unless torch has
         disabled it."""
-        return self._compute(batch, entropy=False)[..., 0]
+        return self._compute(batch, with_entropy=False)[..., 0]
 
-    def backward(self, batch: MicroBatch, loss: MicroBatchLoss, *, entropy: bool, by_token: bool) -> torch.Tensor:
+    def backward(
+        self, batch: MicroBatch, loss: MicroBatchLoss, *, with_entropy: bool, is_tokenwise: bool
+    ) -> torch.Tensor:
         """Add the gradient of a loss to the model's gradients. Returns the logprobs, [N, T].
 
         loss: is called for parts of the batch that have whole rows. It is not called for a batch without sampled
-        tokens. by_token: the loss of a token depends on no other token, so that a part may also be part of a row.
+        tokens. is_tokenwise: the loss of a token depends on no other token, so that a part may also be part of a row.
         """
         sampled = _SampledTargets.of(batch, self.device)
         if not self.lm_head.can_replace_logits:
-            values = self._compute(batch, entropy=entropy)
+            values = self._compute(batch, with_entropy=with_entropy)
             total = values.sum() if sampled.is_empty else loss(batch, *_split_entropy(values))
             total.backward()
             return values[..., 0].detach()
         chunk_values = list[torch.Tensor]()
 
-        def loss_chunk(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+        def make_chunk(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
             sampled = _SampledTargets.of(part, self.device)
 
             def chunk_loss(values: torch.Tensor) -> torch.Tensor:
@@ -141,28 +143,30 @@ class LogprobModel:
 
             return len(sampled.tokens), chunk_loss
 
-        parts = [batch] if sampled.is_empty else batch.split(self.lm_head.max_chunk_tokens, by_token=by_token)
-        query = LogprobQuery(temperature=self.temperature, entropy=entropy)
-        chunks = [loss_chunk(part) for part in parts]
-        hidden_function = functools.partial(self.lm_head.loss, tokens=sampled.tokens, query=query, chunks=chunks)
+        parts = [batch] if sampled.is_empty else batch.split(self.lm_head.max_chunk_tokens, may_split_rows=is_tokenwise)
+        options = LogprobOptions(temperature=self.temperature, with_entropy=with_entropy)
+        chunks = [make_chunk(part) for part in parts]
+        hidden_function = functools.partial(self.lm_head.loss, tokens=sampled.tokens, options=options, chunks=chunks)
         self._forward(batch, sampled, hidden_function).backward()
         return sampled.scatter(torch.cat(chunk_values))[..., 0]
 
-    def _compute(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
+    def _compute(self, batch: MicroBatch, *, with_entropy: bool) -> torch.Tensor:
         """[N, T, 1 or 2] logprobs and entropies."""
         sampled = _SampledTargets.of(batch, self.device)
-        query = LogprobQuery(temperature=self.temperature, entropy=entropy)
+        options = LogprobOptions(temperature=self.temperature, with_entropy=with_entropy)
         if not self.lm_head.can_replace_logits:
             logits = self._forward(batch, sampled, None)
-            return sampled.scatter(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
+            return sampled.scatter(
+                target_logprobs(logits.float() / self.temperature, sampled.tokens, with_entropy=with_entropy)
+            )
 
         def logprobs(hidden: torch.Tensor) -> torch.Tensor:
-            return sampled.scatter(self.lm_head.logprobs(hidden, sampled.tokens, query))
+            return sampled.scatter(self.lm_head.logprobs(hidden, sampled.tokens, options))
 
         return self._forward(batch, sampled, logprobs)
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.bfloat16)
+        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.uses_bfloat16)
 
     def _forward(
         self,
@@ -214,7 +218,7 @@ class LogprobModel:
                 "rollout.max_new_tokens, or leave such rows out"
             )
         return microbatches(
-            rows, indices, weights, self.token_budget, self.rank, self.num_ranks, unpadded=self.packs_rows
+            rows, indices, weights, self.token_budget, self.rank, self.num_ranks, is_packed=self.packs_rows
         )
 
     def row_logprobs(self, rows: Sequence[Row], indices: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.served_adapters import adapted_layers
@@ -29,7 +30,7 @@ class LayerReadDirectlyError(ConfigError, AttributeError):
     returns False."""
 
 
-class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
+class LinearWithAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A linear layer with frozen weights and a trained adapter."""
 
     def __init__(self, name: str, base: torch.nn.Linear, config: LoraConfig) -> None:
@@ -71,14 +72,14 @@ def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name in names:
-            model.set_submodule(name, TrainedAdapter(name, model.get_submodule(name), config))
+            model.set_submodule(name, LinearWithAdapter(name, model.get_submodule(name), config))
     return model
 
 
 @contextmanager
 def without_adapter(model: Any) -> Iterator[None]:
     """Context manager: the model computes without its adapter."""
-    layers = [module for module in model.modules() if isinstance(module, TrainedAdapter)]
+    layers = [module for module in model.modules() if isinstance(module, LinearWithAdapter)]
     for layer in layers:
         layer.enabled = False
     try:
@@ -94,9 +95,9 @@ def merge_adapter(
     """Merge an adapter into the weights of its model. Returns them in their own dtype. weights: of the model without
     adapter. adapter: tensors as published."""
     merged_weights = dict(weights)
-    for layer in adapters.layers({name: tuple(t.shape) for name, t in adapter.items()}, "the adapter"):
+    for layer in adapters.parse_layers(weight_folder.shapes(adapter), "the adapter"):
         base = weights[f"{layer.module}.weight"]
-        delta = adapter[layer.up].float() @ adapter[layer.down].float()
+        delta = adapter[layer.up_name].float() @ adapter[layer.down_name].float()
         merged_weights[f"{layer.module}.weight"] = (base.float() + config.scaling * delta).to(base.dtype)
     return merged_weights
 
@@ -104,7 +105,7 @@ def merge_adapter(
 def save(adapter: Mapping[str, torch.Tensor], config: LoraConfig, model: str, folder: Path) -> None:
     """Write an adapter into a new folder for peft's `from_pretrained`. Raises OSError. adapter: as published. model:
     path of the model it belongs to."""
-    layers = adapters.layers({name: tuple(tensor.shape) for name, tensor in adapter.items()}, "the adapter")
+    layers = adapters.parse_layers(weight_folder.shapes(adapter), "the adapter")
     settings = adapters.peft_settings(config) | {
         "base_model_name_or_path": model,
         "target_modules": [layer.module for layer in layers],

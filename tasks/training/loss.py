@@ -82,8 +82,9 @@ class Loss(RegistryEntry, ABC):
         return False
 
     @property
-    def by_token(self) -> bool:
-        """Whether the loss at a token depends on values of that token only. Long trajectories then take less time."""
+    def is_tokenwise(self) -> bool:
+        """Whether the loss at each token depends on values of that token only. Long trajectories then take less
+        time."""
         return False
 
     @property
@@ -116,8 +117,8 @@ class UserLoss(UserCode, Loss):
         return bool(getattr(self.code, "trains_zero_advantage", False))
 
     @property
-    def by_token(self) -> bool:
-        return bool(getattr(self.code, "by_token", False))
+    def is_tokenwise(self) -> bool:
+        return bool(getattr(self.code, "is_tokenwise", False))
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
@@ -204,7 +205,7 @@ class PpoClip(Clip, Loss):
     """Clips the ratio to the behaviour policy (1707.06347)."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour)
@@ -221,7 +222,7 @@ class DecoupledPpo(_WeightCap, Clip, Loss):
     """Clips around the proximal policy, weighted with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         weight = _ratio(tokens.proximal, tokens.behaviour).clamp(max=self.weight_cap).detach()
@@ -234,7 +235,7 @@ class Cispo(Clip, Loss):
     """The clipped ratio to the behaviour policy as a weight, so that every token keeps a gradient (2506.13585)."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
@@ -247,7 +248,7 @@ class Tis(_WeightCap, Loss):
     """ROLL Flash's truncated importance sampling, min(r, weight_cap) (2510.11345)."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio = _ratio(tokens.logprobs, tokens.behaviour).detach()
@@ -261,7 +262,7 @@ class DualClip(Clip, Loss):
 
     dual_clip: float = knob(3.0, "a negative advantage counts at most this many times", above=1)
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         ratio, advantage = _ratio(tokens.logprobs, tokens.behaviour), tokens.advantage
@@ -312,7 +313,7 @@ class Topr(Loss):
     needs_proximal = False
 
     @property
-    def by_token(self) -> bool:
+    def is_tokenwise(self) -> bool:
         return self.ratio_of == "token"
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
@@ -338,7 +339,7 @@ class Kimi(Loss):
 
     tau: float = knob(0.1, "weight of the squared distance to the behaviour policy", low=0)
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
     trains_zero_advantage = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
@@ -354,7 +355,7 @@ class Sft(Loss):
     policy that sampled it."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
     trains_zero_advantage = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
@@ -369,7 +370,7 @@ class Dpo(Loss):
 
     beta: float = knob(0.1, "how much the log ratio to the reference model counts", above=0)
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
     compares_pairs = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
@@ -416,7 +417,7 @@ class IcePop(Clip, Loss):
     band_low: float = knob(0.5, "tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
     band_high: float = knob(5.0, "and above", low=1)
     needs_proximal = True
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         rho = _ratio(tokens.proximal, tokens.behaviour)
@@ -431,7 +432,7 @@ class DecoupledPpoLoglinear(_WeightCap, Clip, Loss):
     versions, which saves a forward pass (2512.06547, AReaL)."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         current = tokens.logprobs.detach()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.tasks.training.shared_prompts import Ints, cost_tokens, equal_indices
+from staleflow.tasks.training.shared_prompts import Ints, cost_tokens, indices_of_equal_keys
 
 RowIndices = tuple[int, ...]
 PASS_OVERHEAD_TOKENS, GATHER_OVERHEAD_TOKENS = 256, 2048
@@ -36,30 +36,30 @@ PASS_OVERHEAD_TOKENS, GATHER_OVERHEAD_TOKENS = 256, 2048
 layer's parameters are gathered for it (8 bytes per parameter at 400 GB/s, against arithmetic at 400 TFLOP/s)."""
 
 
-def split_microbatches(lengths: Sequence[int], ranks: int, token_budget: int) -> list[tuple[RowIndices, ...]]:
+def split_by_length(lengths: Sequence[int], num_ranks: int, token_budget: int) -> list[tuple[RowIndices, ...]]:
     """Split rows into micro-batches: for each, the row indices of each rank. lengths: tokens of each row. token_budget:
     maximum number of padded tokens per rank.
 
     Rows are split from the shortest to the longest, and dealt to the ranks back and forth, so that no rank always gets
     the longer ones.
 
-    >>> split_microbatches([5, 1, 4, 2, 3], ranks=2, token_budget=8)
+    >>> split_by_length([5, 1, 4, 2, 3], num_ranks=2, token_budget=8)
     [((1,), (3, 4)), ((2,), (0,))]
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    ends = _microbatch_ends([lengths[i] for i in order], ranks, token_budget)
-    return [_deal_to_ranks(order[start:end], ranks) for start, end in zip([0, *ends], ends, strict=False)]
+    ends = _microbatch_ends([lengths[i] for i in order], num_ranks, token_budget)
+    return [_deal_to_ranks(order[start:end], num_ranks) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _microbatch_ends(lengths: Sequence[int], ranks: int, token_budget: int) -> list[int]:
+def _microbatch_ends(lengths: Sequence[int], num_ranks: int, token_budget: int) -> list[int]:
     """Ends of the micro-batches of rows with ascending lengths. By dynamic programming: the best split of the first
     rows is the best split of fewer rows plus one micro-batch."""
     cost = np.zeros(len(lengths) + 1, np.int64)
     starts = np.zeros(len(lengths) + 1, np.int64)
     for end, max_length in enumerate(lengths, start=1):
-        first = max(0, end - ranks * max(1, token_budget // max_length))
-        rows_per_rank = -(-(end - np.arange(first, end)) // ranks)
-        costs = cost[first:end] + rows_per_rank * max_length + _overhead(ranks)
+        first = max(0, end - num_ranks * max(1, token_budget // max_length))
+        rows_per_rank = -(-(end - np.arange(first, end)) // num_ranks)
+        costs = cost[first:end] + rows_per_rank * max_length + _overhead(num_ranks)
         best = int(costs.argmin())
         cost[end], starts[end] = costs[best], first + best
     return [end for _, end in _row_ranges(starts)]
@@ -74,12 +74,12 @@ def _row_ranges(starts: Ints) -> list[RowRange]:
     return parts[::-1]
 
 
-def _deal_to_ranks(rows: Sequence[int], ranks: int) -> tuple[RowIndices, ...]:
+def _deal_to_ranks(rows: Sequence[int], num_ranks: int) -> tuple[RowIndices, ...]:
     """Deal rows to ranks back and forth: 0, 1, 2, 2, 1, 0, 0, ..."""
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, row in enumerate(rows):
-        round_index, position = divmod(index, ranks)
-        parts[position if round_index % 2 == 0 else ranks - 1 - position].append(row)
+        round_index, position = divmod(index, num_ranks)
+        parts[position if round_index % 2 == 0 else num_ranks - 1 - position].append(row)
     return tuple(tuple(part) for part in parts)
 
 
@@ -100,7 +100,7 @@ def split_by_prompt(
     rows_by_prompt: Sequence[Sequence[int]],
     prompt_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    ranks: int,
+    num_ranks: int,
     token_budget: int,
 ) -> list[tuple[RowIndices, ...]]:
     """Split rows into micro-batches: for each, the row indices of each rank.
@@ -110,26 +110,28 @@ def split_by_prompt(
         prompt_lengths, response_lengths: Numbers of tokens of each row's prompt and response.
         token_budget: Maximum number of tokens per rank.
 
-    >>> split_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
+    >>> split_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], num_ranks=1, token_budget=64)
     [((1, 2, 0),)]
     """
-    by_length = split_microbatches(
-        [sum(lengths) for lengths in zip(prompt_lengths, response_lengths, strict=True)], ranks, token_budget
+    by_length = split_by_length(
+        [sum(lengths) for lengths in zip(prompt_lengths, response_lengths, strict=True)], num_ranks, token_budget
     )
     if len(rows_by_prompt) == len(prompt_lengths):
         return by_length
     sorted_rows = _OrderedRows.of(rows_by_prompt, prompt_lengths, response_lengths)
     best_parts = sorted_rows.split(token_budget)
-    if ranks > 1:
-        mean_tokens = sum(sorted_rows.cost_of(part) for part in best_parts) / (-(-len(best_parts) // ranks) * ranks)
+    if num_ranks > 1:
+        mean_tokens = sum(sorted_rows.cost_of(part) for part in best_parts) / (
+            -(-len(best_parts) // num_ranks) * num_ranks
+        )
         budgets = [
             int(mean_tokens * factor) for factor in BUDGET_FACTORS if 1 <= int(mean_tokens * factor) < token_budget
         ]
         best_parts = min(
             [*(sorted_rows.split(budget) for budget in budgets), best_parts],
-            key=lambda parts: sorted_rows.estimated_time(parts, ranks),
+            key=lambda parts: sorted_rows.estimated_time(parts, num_ranks),
         )
-    batches = sorted_rows.deal(best_parts, ranks)
+    batches = sorted_rows.deal(best_parts, num_ranks)
     by_prompt = [tuple(sorted_rows.order[start:end] for start, end in batch) for batch in batches]
     prompt_of_row = {i: number for number, prompt_rows in enumerate(rows_by_prompt) for i in prompt_rows}
 
@@ -140,20 +142,22 @@ def split_by_prompt(
         )
 
     tokens_by_length = tokens(by_length)
-    saved_tokens = tokens_by_length - tokens(by_prompt) + _overhead(ranks) * (len(by_length) - len(by_prompt))
+    saved_tokens = tokens_by_length - tokens(by_prompt) + _overhead(num_ranks) * (len(by_length) - len(by_prompt))
     return by_prompt if saved_tokens >= MIN_SAVED_SHARE * tokens_by_length else by_length
 
 
-def _overhead(ranks: int) -> int:
+def _overhead(num_ranks: int) -> int:
     """Overhead of a micro-batch, in tokens."""
-    return PASS_OVERHEAD_TOKENS if ranks == 1 else GATHER_OVERHEAD_TOKENS
+    return PASS_OVERHEAD_TOKENS if num_ranks == 1 else GATHER_OVERHEAD_TOKENS
 
 
 def _cost_tokens(
     part: RowIndices, prompt_of_row: Mapping[int, int], prompt_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> int:
     """Cost of a part. prompt_of_row: index of each row's prompt."""
-    rows_of_prompts = [[part[k] for k in prompt_rows] for prompt_rows in equal_indices(prompt_of_row[i] for i in part)]
+    rows_of_prompts = [
+        [part[k] for k in prompt_rows] for prompt_rows in indices_of_equal_keys(prompt_of_row[i] for i in part)
+    ]
     return sum(
         int(
             cost_tokens(len(prompt_rows), prompt_lengths[prompt_rows[0]], sum(response_lengths[i] for i in prompt_rows))
@@ -243,14 +247,14 @@ class _OrderedRows:
             cost[end], starts[end] = costs[best], firsts[best]
         return _row_ranges(starts)
 
-    def deal(self, parts: Sequence[RowRange], ranks: int) -> list[tuple[RowRange, ...]]:
+    def deal(self, parts: Sequence[RowRange], num_ranks: int) -> list[tuple[RowRange, ...]]:
         """Form micro-batches of parts with similar costs, and deal them to ranks back and forth, so that no
         rank always has the larger one. If the number of parts is no multiple of the ranks, empty parts are added."""
-        sorted_parts = [*[(0, 0)] * (-len(parts) % ranks), *sorted(parts, key=self.cost_of)]
-        batches = [tuple(sorted_parts[i : i + ranks]) for i in range(0, len(sorted_parts), ranks)]
+        sorted_parts = [*[(0, 0)] * (-len(parts) % num_ranks), *sorted(parts, key=self.cost_of)]
+        batches = [tuple(sorted_parts[i : i + num_ranks]) for i in range(0, len(sorted_parts), num_ranks)]
         return [batch if index % 2 == 0 else batch[::-1] for index, batch in enumerate(batches)]
 
-    def estimated_time(self, parts: Sequence[RowRange], ranks: int) -> int:
+    def estimated_time(self, parts: Sequence[RowRange], num_ranks: int) -> int:
         """Time in which ranks compute these parts, as a number of tokens; a micro-batch takes that of its largest."""
-        largest = sorted(map(self.cost_of, parts), reverse=True)[::ranks]
+        largest = sorted(map(self.cost_of, parts), reverse=True)[::num_ranks]
         return sum(largest) + GATHER_OVERHEAD_TOKENS * len(largest)

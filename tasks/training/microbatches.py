@@ -16,8 +16,8 @@ import numpy.typing as npt
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training.microbatch_split import split_by_prompt, split_microbatches
-from staleflow.tasks.training.shared_prompts import equal_indices
+from staleflow.tasks.training.microbatch_split import split_by_length, split_by_prompt
+from staleflow.tasks.training.shared_prompts import indices_of_equal_keys
 
 MESSAGE_BYTES = 32 * 2**20
 """Maximum number of bytes of rows in a message to the trainer, if there are several. A process that sends or receives a
@@ -50,7 +50,7 @@ class Row:
     branches: tuple[ContextBranch, ...] = ()
     """Points where the response continues an earlier context; a model computes a row with branches as several sequences
     (branch_sequences.py)."""
-    reference: npt.NDArray[np.float32] | None = None
+    reference_logprobs: npt.NDArray[np.float32] | None = None
     """[T] logprobs under the reference model, nats, as a teacher computed them; None if none did."""
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Row:
             lags=_lags(row),
             group=row.trajectory.group,
             branches=row.trajectory.branches,
-            reference=row.trajectory.teacher_logprobs,
+            reference_logprobs=row.trajectory.teacher_logprobs,
         )
 
     @property
@@ -79,7 +79,7 @@ class Row:
         return int(np.count_nonzero(self.sampled))
 
     @property
-    def usable(self) -> npt.NDArray[np.bool_]:
+    def is_usable(self) -> npt.NDArray[np.bool_]:
         """[T] bool, whether each token was sampled and its stored logprob is finite."""
         usable: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
         return usable
@@ -87,7 +87,7 @@ class Row:
     @property
     def num_unusable(self) -> int:
         """Number of sampled tokens without a finite stored logprob, for which no importance ratio can be computed."""
-        return self.num_sampled - int(np.count_nonzero(self.usable))
+        return self.num_sampled - int(np.count_nonzero(self.is_usable))
 
 
 def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
@@ -166,16 +166,16 @@ class MicroBatch:
             advantage=self.advantage[rows],
         )
 
-    def split(self, max_sampled: int, *, by_token: bool) -> list[MicroBatch]:
-        """Split the batch into parts with a limited number of sampled tokens, in order, at least one in each. by_token:
-        whether a single row may be split."""
+    def split(self, max_sampled: int, *, may_split_rows: bool) -> list[MicroBatch]:
+        """Split the batch into parts with a limited number of sampled tokens, in order, at least one in each.
+        may_split_rows: whether a single row may be split."""
         counts = (self.mask > 0).sum(1)
         parts, start = list[MicroBatch](), 0
         while start < len(self.row_indices):
             num_fitting = int(np.searchsorted(counts[start:].cumsum(), max_sampled, side="right"))
             end = start + max(1, num_fitting)
             part = self.select(slice(start, end))
-            parts += _split_columns(part, max_sampled) if by_token and not num_fitting else [part]
+            parts += _split_columns(part, max_sampled) if may_split_rows and not num_fitting else [part]
             start = end
         return [part for part in parts if part.mask.any()]
 
@@ -232,24 +232,24 @@ def microbatches(
     weights: npt.NDArray[np.float32],
     token_budget: int,
     rank: int = 0,
-    ranks: int = 1,
+    num_ranks: int = 1,
     *,
-    unpadded: bool = False,
+    is_packed: bool = False,
 ) -> list[MicroBatch]:
     """Split the chosen rows so that rows x longest <= token_budget, shortest first; a single row always fits. Each rank
     gets its share of the rows in the same number of micro-batches, some of which may be empty.
 
-    weights: [len(indices)], from `token_weights`. unpadded: the rows are computed without padding, and shared prompts
+    weights: [len(indices)], from `token_weights`. is_packed: the rows are computed without padding, and shared prompts
     once, so that only those tokens count, and rows of a prompt stay together.
     """
     responses = [len(rows[i].response) for i in indices]
     prompts = [len(rows[i].prompt) for i in indices]
-    if unpadded:
-        rows_by_prompt = equal_indices(rows[i].prompt.tobytes() for i in indices)
-        splits = split_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
+    if is_packed:
+        rows_by_prompt = indices_of_equal_keys(rows[i].prompt.tobytes() for i in indices)
+        splits = split_by_prompt(rows_by_prompt, prompts, responses, num_ranks, token_budget)
     else:
-        splits = split_microbatches(
-            [sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget
+        splits = split_by_length(
+            [sum(lengths) for lengths in zip(prompts, responses, strict=True)], num_ranks, token_budget
         )
     return [_pad(rows, indices, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in splits]
 

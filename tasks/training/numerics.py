@@ -1,11 +1,11 @@
-"""The software and hardware on which the exact bits of a trainer's results depend."""
+"""Describes the software and hardware on which the exact bits of a trainer's results depend."""
 
 from __future__ import annotations
 
 import sys
 
 
-def numerics() -> str:
+def describe_numerics() -> str:
     """Describe this process's torch, instruction set, threads and GPU; empty if torch is not loaded. Steps are expected
     to repeat bit for bit only where all of these are equal."""
     torch = sys.modules.get("torch")

@@ -50,30 +50,30 @@ class Objective:
         return self.entropy_bonus > 0
 
     @property
-    def by_token(self) -> bool:
+    def is_tokenwise(self) -> bool:
         """Whether the loss of each token depends on no other token."""
         sums_penalties = self.kl.coefficient > 0 and self.kl.place == "reward"
-        return self.loss.by_token and not sums_penalties
+        return self.loss.is_tokenwise and not sums_penalties
 
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient. Without an advantage, only terms that are not proportional to it give one."""
-        full_forward = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
-        return row.trained and (full_forward or row.advantage != 0.0)
+        has_other_terms = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
+        return row.trained and (has_other_terms or row.advantage != 0.0)
 
     def old_logprobs(self, tokens: Tokens) -> Tensor:
         """[N, T] logprobs under the policy that the loss uses as the old policy."""
         return tokens.proximal if self.loss.needs_proximal else tokens.behaviour
 
-    def token_loss(self, tokens: Tokens, reference: Tensor | None, entropy: Tensor | None) -> TokenLoss:
-        """Compute the losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of
-        each token's distribution, nats, with gradient. Both are None unless needed."""
-        reference = reference if self.kl.coefficient else None
+    def token_loss(self, tokens: Tokens, reference_logprobs: Tensor | None, entropy: Tensor | None) -> TokenLoss:
+        """Compute the losses of a micro-batch. reference_logprobs: [N, T] logprobs under the reference model.
+        entropy: [N, T] of each token's distribution, nats, with gradient. Both are None unless needed."""
+        reference = reference_logprobs if self.kl.coefficient else None
         if reference is not None and self.kl.place != "loss":
             tokens = replace(tokens, advantage=self._penalize(tokens, reference))
         result = self.loss.token_loss(tokens)
         loss = result.loss
         if reference is not None and self.kl.place == "loss":
-            loss = loss + self.kl.coefficient * penalty(self.kl.estimator, tokens.logprobs, reference)
+            loss = loss + self.kl.coefficient * kl_estimates(self.kl.estimator, tokens.logprobs, reference)
         if entropy is not None:
             loss = loss - self.entropy_bonus * entropy
         return replace(result, loss=loss)
@@ -81,7 +81,7 @@ class Objective:
     def _penalize(self, tokens: Tokens, reference: Tensor) -> Tensor:
         """[N, T] advantages minus the penalty of each token; with place "reward" also minus those of all later
         tokens."""
-        penalties = penalty(self.kl.estimator, self.old_logprobs(tokens), reference)
+        penalties = kl_estimates(self.kl.estimator, self.old_logprobs(tokens), reference)
         if self.kl.place == "reward":
             penalties = penalties.flip(1).cumsum(1).flip(1)
         return tokens.advantage - self.kl.coefficient * penalties
@@ -101,7 +101,7 @@ def with_finite_logprobs(tokens: Tokens) -> Tokens:
     )
 
 
-def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+def kl_estimates(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[N, T] estimates of KL(pi || reference) at tokens sampled from pi (http://joschu.net/blog/kl-approx.html)."""
     distance = log_distance(logprobs, reference)
     if estimator == "k1":
@@ -128,19 +128,23 @@ def select_pairs(rows: Iterable[Row]) -> list[Row]:
     return pairs
 
 
-def weight_pairs(
-    rows: Sequence[Row], indices: Sequence[int], policy: LogprobsByRow, reference: LogprobsByRow, beta: float
+def with_pair_advantages(
+    rows: Sequence[Row],
+    indices: Sequence[int],
+    policy_logprobs: LogprobsByRow,
+    reference_logprobs: LogprobsByRow,
+    beta: float,
 ) -> tuple[dict[int, Row], float]:
     """The chosen rows with the advantages of their pairs, by row index, and the mean loss of the pairs.
 
     Args:
         rows: From `select_pairs`.
         indices: Indices of whole pairs: an even index and the next one, and so on.
-        policy: Logprobs of the chosen rows under the policy.
-        reference: Logprobs under the reference model.
+        policy_logprobs: Logprobs of the chosen rows under the policy.
+        reference_logprobs: Those under the reference model.
         beta: Weight of a log ratio.
     """
-    ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in indices}
+    ratio = {i: _log_ratio(rows[i], policy_logprobs[i], reference_logprobs[i]) for i in indices}
     weighted_rows, losses = dict[int, Row](), []
     for best, worst in zip(indices[::2], indices[1::2], strict=True):
         margin = beta * (ratio[best] - ratio[worst])
@@ -157,4 +161,4 @@ def _advantage(row: Row) -> float:
 
 def _log_ratio(row: Row, policy: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
     """The log ratio of a whole response, nats, over the tokens that have a loss."""
-    return float((policy - reference)[row.usable].sum(dtype=np.float64))
+    return float((policy - reference)[row.is_usable].sum(dtype=np.float64))

@@ -276,7 +276,7 @@ def _causal(
     return _with_repeatable_gradient(scaled_dot_product_attention(query, key, value, attn_mask=mask, **options))
 
 
-def exclude_from_compilation() -> None:
+def exclude_attention_from_compilation() -> None:
     """Let compiled models call this attention uncompiled. It depends on the lengths of rows, so that it would be
     compiled again for each micro-batch."""
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attention))
@@ -325,8 +325,8 @@ def _try_packed(model: Any, device: str, num_tokens: int) -> None:
     tokens = torch.arange(size, device=device) % 5
     expected_parts, start = list[torch.Tensor](), 0
     total = sum(block.num_tokens for block in rows.blocks)
-    keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
-    full_row = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
+    kept_positions = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
+    sequence = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
     with torch.no_grad():
         for block in COMPARED_BLOCKS:
             prompt, *rests = tokens[start : start + block.num_tokens].split(
@@ -335,8 +335,8 @@ def _try_packed(model: Any, device: str, num_tokens: int) -> None:
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
             expected_parts += [alone[0][: block.prefix_length], *(logits[block.prefix_length :] for logits in alone)]
             start += block.num_tokens
-        inputs = {"input_ids": full_row[None], "position_ids": rows.positions(device), "row_lengths": rows}
-        logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+        inputs = {"input_ids": sequence[None], "position_ids": rows.positions(device), "row_lengths": rows}
+        logits = model(**inputs, use_cache=False, logits_to_keep=kept_positions).logits[0]
     expected_logits = torch.cat([*expected_parts, *expected_parts])
     difference = float((logits - expected_logits).abs().max() / logits.abs().max())
     exact = logits.dtype in (torch.float32, torch.float64) and not _uses_tf32(logits.device)

@@ -1,5 +1,5 @@
-"""The contract of the policy that the Trainer actor trains, and its settings. Does not import torch, because a driver
-places trainers without loading a model."""
+"""The policy that the Trainer actor trains: its contract, and the settings of one with a model. Importing this loads no
+torch, because a driver places trainers without loading a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Policy(Protocol):
     are called on the leading rank only, the other methods on all; only results of the leading rank are used."""
 
     def wake(self) -> None:
-        """Move to the device, with cluster.layout = "turns", in which a policy is created asleep. Others never sleep.
-        All methods but `begin_save`, `end_save`, `save` and `close` need it."""
+        """Move to the device. Needed with cluster.layout = "turns", where a policy is created asleep, before all
+        methods but `begin_save`, `end_save`, `save` and `close`; other policies never sleep."""
         ...
 
     def sleep(self) -> None:
@@ -80,7 +80,8 @@ class PolicySettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings(PolicyTrainerSettings):
-    """Settings of the trainer, from which a worker builds its policy."""
+    """PolicyTrainerSettings with the method that builds the policy. The trainer's module imports only the former, since
+    modules must not import each other."""
 
     def build(self, threads: int, rank: Rank = SINGLE_RANK) -> Policy:
         import torch

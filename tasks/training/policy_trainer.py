@@ -33,8 +33,8 @@ from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, split_by_row, to_device
 from staleflow.tasks.training.loss import Dpo, Tokens
 from staleflow.tasks.training.microbatches import LogprobsByRow, MicroBatch, Row, minibatches, token_weights
-from staleflow.tasks.training.objective import Objective, select_pairs, weight_pairs, with_finite_logprobs
-from staleflow.tasks.training.packed_attention import exclude_from_compilation
+from staleflow.tasks.training.objective import Objective, select_pairs, with_finite_logprobs, with_pair_advantages
+from staleflow.tasks.training.packed_attention import exclude_attention_from_compilation
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums, mismatch_metrics
@@ -69,7 +69,11 @@ class PolicyTrainer:
         self.device = resolve_device(settings.device)
         uses_bfloat16 = settings.dtype == "bfloat16"
         self.rank_group = RankGroup(
-            rank, self.device, bfloat16=uses_bfloat16, offload=training.offload, collective_s=settings.collective_s
+            rank,
+            self.device,
+            uses_bfloat16=uses_bfloat16,
+            offload=training.offload,
+            collective_timeout_s=settings.collective_timeout_s,
         )
         model = self._load_model()
         if training.lora.rank:
@@ -87,18 +91,18 @@ class PolicyTrainer:
         self.logprob_model = LogprobModel(
             model=self.model,
             device=self.device,
-            bfloat16=uses_bfloat16,
+            uses_bfloat16=uses_bfloat16,
             temperature=settings.temperature,
             token_budget=training.microbatch_tokens,
             rank=rank.number,
             num_ranks=rank.count,
         )
-        holds_reference = self.objective.needs_reference and not settings.stored_reference
+        holds_reference = self.objective.needs_reference and not settings.has_stored_reference
         self.reference = self._load_reference() if holds_reference else None
         # What each LogprobModel tried on its model is not compiled, because it would take as long as a training step's,
         # and it switches the exclusion off.
         if training.compile:
-            exclude_from_compilation()
+            exclude_attention_from_compilation()
             compile_blocks(self.model)
         if training.recompute_activations:
             enable_recomputation(self.model)
@@ -183,11 +187,11 @@ class PolicyTrainer:
         losses = list[float]()
         for indices, example_indices in zip(updates, example_parts, strict=True):
             weights = token_weights(
-                training.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_length
+                training.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_response_tokens
             )
             if compares_pairs:
                 weights = np.full(len(indices), 2 / len(indices), np.float32)
-                rows, loss = self._weight_pairs(all_rows, indices, sequences, reference)
+                rows, loss = self._with_pair_advantages(all_rows, indices, sequences, reference)
                 losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
             trained_indices = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
@@ -195,11 +199,11 @@ class PolicyTrainer:
             for batch in self.logprob_model.microbatches(
                 rows, sequence_indices, weights[trained_indices][row_positions]
             ):
-                logprobs = self._accumulate(batch, rows, proximal_logprobs, reference, sums)
+                logprobs = self._add_gradients(batch, rows, proximal_logprobs, reference, sums)
                 if len(updates) == 1:
                     first_pass_logprobs |= split_by_row(batch, rows, logprobs)
             if sft.weight:
-                self._accumulate_examples(examples, example_indices, example_sums)
+                self._add_example_gradients(examples, example_indices, example_sums)
             grad_norm = self.rank_group.full_tensor(
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.grad_clip)
             )
@@ -246,14 +250,16 @@ class PolicyTrainer:
         assert self._examples is not None, "training.sft without examples"
         return self._examples.rows(step)
 
-    def _accumulate_examples(self, examples: Sequence[Row], indices: Sequence[int], sums: TokenSums) -> None:
+    def _add_example_gradients(self, examples: Sequence[Row], indices: Sequence[int], sums: TokenSums) -> None:
         """Add the gradient of training.sft.weight x the mean cross-entropy of the chosen examples' answer tokens, on
         all ranks together."""
         training = self.settings.training
-        weights = token_weights("token_mean", [examples[i].num_sampled for i in indices], self.settings.max_length)
+        weights = token_weights(
+            "token_mean", [examples[i].num_sampled for i in indices], self.settings.max_response_tokens
+        )
         with self._fine_tuning():
             for batch in self.logprob_model.microbatches(examples, indices, training.sft.weight * weights):
-                self._accumulate(batch, examples, {}, None, sums)
+                self._add_gradients(batch, examples, {}, None, sums)
 
     @contextmanager
     def _fine_tuning(self) -> Iterator[None]:
@@ -349,7 +355,7 @@ class PolicyTrainer:
             return None
         indices = [i for i, row in enumerate(rows) if self.objective.trains(row)]
         if self.reference is None:
-            stored = {i: logprobs for i in indices if (logprobs := rows[i].reference) is not None}
+            stored = {i: logprobs for i in indices if (logprobs := rows[i].reference_logprobs) is not None}
             if any(i not in stored and rows[i].num_sampled for i in indices):
                 raise StoreError(
                     "a row has no logprobs of the reference, which a teacher computes; with teacher.instances = 0 the "
@@ -362,7 +368,7 @@ class PolicyTrainer:
         self.rank_group.reshard(self.reference.model)
         return self.rank_group.all_gather(reference_logprobs)
 
-    def _weight_pairs(
+    def _with_pair_advantages(
         self,
         all_rows: Sequence[Row],
         indices: npt.NDArray[np.int64],
@@ -377,7 +383,7 @@ class PolicyTrainer:
         policy, reference_logprobs = (sequences.merge_by_row(all_rows, values) for values in (logprobs, reference))
         config = self.objective.loss
         assert isinstance(config, Dpo)
-        weighted_rows, loss = weight_pairs(all_rows, indices.tolist(), policy, reference_logprobs, config.beta)
+        weighted_rows, loss = with_pair_advantages(all_rows, indices.tolist(), policy, reference_logprobs, config.beta)
         rows = list(sequences.rows)
         for i, row in weighted_rows.items():
             for k in sequences.sequences_of_row[i]:
@@ -400,7 +406,7 @@ class PolicyTrainer:
         sample = sorted(untrained_indices[k] for k in rng.choice(len(untrained_indices), count, replace=False))
         sums_by_row = self.rank_group.all_gather(self._measure(sample, rows, {}, sums, len(untrained_indices) / count))
         return (
-            RowSample(rows=list(sums_by_row.values()), population=len(untrained_indices))
+            RowSample(rows=list(sums_by_row.values()), population_size=len(untrained_indices))
             if len(sums_by_row) == count
             else None
         )
@@ -448,7 +454,7 @@ class PolicyTrainer:
                 error,
             )
 
-    def _accumulate(
+    def _add_gradients(
         self,
         batch: MicroBatch,
         rows: Sequence[Row],
@@ -476,7 +482,7 @@ class PolicyTrainer:
             return loss
 
         return self.logprob_model.backward(
-            batch, loss_of, entropy=self.objective.needs_entropy, by_token=self.objective.by_token
+            batch, loss_of, with_entropy=self.objective.needs_entropy, is_tokenwise=self.objective.is_tokenwise
         )
 
     def _loss_tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:

@@ -48,17 +48,17 @@ class RankGroup:
         rank: Rank = SINGLE_RANK,
         device: str = "cpu",
         *,
-        bfloat16: bool = False,
+        uses_bfloat16: bool = False,
         offload: bool = False,
-        collective_s: float = COLLECTIVE_TIMEOUT_S,
+        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
         """Join the group.
 
         Args:
-            bfloat16: Whether blocks compute in that type and are gathered in it.
+            uses_bfloat16: Whether blocks compute in that type and are gathered in it.
             offload: Whether shards, gradients and optimizer states stay in host memory, and the device has one block at
                 a time.
-            collective_s: Seconds that a rank waits for the others in one operation before it fails.
+            collective_timeout_s: Seconds that a rank waits for the others in one operation before it fails.
         """
         self.rank = rank
         self.device = device
@@ -67,11 +67,11 @@ class RankGroup:
         """Process group for saving in the background, whose calls are not ordered with the trainer's."""
         if rank.count == 1 and not offload:
             return
-        self._bfloat16, self._offload = bfloat16, offload
+        self._uses_bfloat16, self._offload = uses_bfloat16, offload
         if dist.is_initialized():  # by the group of an earlier run in this process
             dist.destroy_process_group()
         timeout, max_timeout = (
-            datetime.timedelta(seconds=collective_s),
+            datetime.timedelta(seconds=collective_timeout_s),
             datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
         store = _rendezvous_store(rank, timeout) if rank.count > 1 else dist.HashStore()
@@ -99,7 +99,7 @@ class RankGroup:
         # Under autocast a block's products are in bfloat16 anyway. Parameters outside of blocks, such as embeddings,
         # stay in float32, as the residual stream that the blocks add to.
         mixed_precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self._bfloat16 else None,
+            param_dtype=torch.bfloat16 if self._uses_bfloat16 else None,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )

@@ -73,10 +73,10 @@ def cost_tokens(num_rows: Any, prompt_length: Any, num_rest_tokens: Any) -> Any:
     return prompt_length + num_rest_tokens + repeated_cost
 
 
-def equal_indices(keys: Iterable[Key]) -> list[list[int]]:
+def indices_of_equal_keys(keys: Iterable[Key]) -> list[list[int]]:
     """Group the indices of equal keys, in order of first occurrence.
 
-    >>> equal_indices("abac")
+    >>> indices_of_equal_keys("abac")
     [[0, 2], [1], [3]]
     """
     indices: dict[Key, list[int]] = {}
@@ -111,7 +111,7 @@ class PackedLayout:
             end += stop - start
             return end - (stop - start)
 
-        for members in equal_indices(ids[i, : prompt_lengths[i]].tobytes() for i in range(len(ids))):
+        for members in indices_of_equal_keys(ids[i, : prompt_lengths[i]].tobytes() for i in range(len(ids))):
             prompt_length = int(prompt_lengths[members[0]])
             if should_share(len(members), prompt_length, int((lengths - prompt_lengths)[members].sum())):
                 starts[members, 0] = append_tokens(members[0], 0, prompt_length)

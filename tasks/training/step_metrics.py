@@ -21,8 +21,8 @@ ENTROPY_CAP = 2.0
 """Cap of the weights in the estimate of the entropy, so that one token with a huge ratio does not dominate it."""
 # "surprise": -log pi of a token, weighted for the estimate of the entropy.
 SUM_NAMES = (
-    "trained", "loss", "kl_reference", "tokens", "low", "high", "ratio", "ratio_squared", "kl_old",
-    "kl_behaviour", "surprise", "surprise_weight",
+    "trained_tokens", "loss", "kl_reference", "tokens", "clipped_low", "clipped_high", "ratio", "ratio_squared",
+    "kl_old", "kl_behaviour", "surprise", "surprise_weight",
 )  # fmt: skip
 
 
@@ -41,16 +41,18 @@ class TokenSums:
 
     def add_loss(self, loss: torch.Tensor, tokens: Tokens, reference: torch.Tensor | None) -> None:
         """Add the loss of a trained micro-batch, and its distance to the reference policy if there is one."""
-        self._add(trained=tokens.sampled.sum(), loss=loss.detach())
+        self._add(trained_tokens=tokens.sampled.sum(), loss=loss.detach())
         if reference is not None:
             distance = log_ratio(reference, tokens.logprobs.detach()).double()
             self._add(kl_reference=_k3(distance).masked_fill(~tokens.sampled, 0).sum())
 
-    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, multiplicity: float = 1.0) -> torch.Tensor:
+    def add(
+        self, tokens: Tokens, result: TokenLoss, old_logprobs: torch.Tensor, multiplicity: float = 1.0
+    ) -> torch.Tensor:
         """Add a micro-batch. Returns the sums over each of its N rows, [N, number of SUM_NAMES].
 
         Args:
-            old: [N, T] logprobs under the policy that the loss uses as the old policy.
+            old_logprobs: [N, T] logprobs under the policy that the loss uses as the old policy.
             multiplicity: Number of micro-batches that it represents.
         """
         logprobs = tokens.logprobs.detach()
@@ -60,11 +62,11 @@ class TokenSums:
         weight = ratio.clamp(max=ENTROPY_CAP)
         token_values = {
             "tokens": tokens.sampled.double(),
-            "low": (result.clipped & is_low).double(),
-            "high": (result.clipped & ~is_low).double(),
+            "clipped_low": (result.clipped & is_low).double(),
+            "clipped_high": (result.clipped & ~is_low).double(),
             "ratio": ratio,
             "ratio_squared": ratio**2,
-            "kl_old": _k3(log_ratio(logprobs, old).double()),
+            "kl_old": _k3(log_ratio(logprobs, old_logprobs).double()),
             "kl_behaviour": _k3(log_ratios),
             "surprise": -weight * logprobs,
             "surprise_weight": weight,
@@ -84,19 +86,21 @@ class TokenSums:
         sums = dict(zip(SUM_NAMES, self.values, strict=True))
         tokens = max(sums["tokens"], 1.0)
         means = {
-            "clip_share": (sums["low"] + sums["high"]) / tokens,
-            "clip_share_low": sums["low"] / tokens,
-            "clip_share_high": sums["high"] / tokens,
+            "clip_share": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "clip_share_low": sums["clipped_low"] / tokens,
+            "clip_share_high": sums["clipped_high"] / tokens,
             "ratio_mean": sums["ratio"] / tokens,
             "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
             "entropy": sums["surprise"] / sums["surprise_weight"] if sums["surprise_weight"] else 0.0,
             "kl_old": sums["kl_old"] / tokens,
             "kl_behaviour": sums["kl_behaviour"] / tokens,
-            "kl_reference": sums["kl_reference"] / max(sums["trained"], 1.0),
-            "tokens_trained": sums["trained"] / epochs,
+            "kl_reference": sums["kl_reference"] / max(sums["trained_tokens"], 1.0),
+            "tokens_trained": sums["trained_tokens"] / epochs,
         }
         slopes = _slopes(means, sums)
-        standard_errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
+        standard_errors = {
+            f"{name}_stderr": epochs * sample.standard_error(slopes[name]) if sample else 0.0 for name in slopes
+        }
         return means | standard_errors
 
     @property
@@ -113,38 +117,38 @@ class TokenSums:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSample:
     """A random sample of rows without replacement. rows: sums over each sampled row, in the order of SUM_NAMES.
-    population: number of rows from which they were drawn."""
+    population_size: number of rows from which they were drawn."""
 
     rows: Sequence[Sequence[float]]
-    population: int
+    population_size: int
 
-    def error(self, slopes: Mapping[str, float]) -> float:
+    def standard_error(self, slopes: Mapping[str, float]) -> float:
         """Standard error of a metric due to this sample, by linearization (the delta method): that of the estimated
         total of slope x sum, with finite-population correction.
 
         Args:
             slopes: Derivatives of the metric by the sums, by name of the sum.
 
-        >>> RowSample(rows=[[0.0] * 12] * 3, population=9).error({"tokens": 1.0})
+        >>> RowSample(rows=[[0.0] * 12] * 3, population_size=9).standard_error({"tokens": 1.0})
         0.0
         """
         count = len(self.rows)
-        if count == self.population or count < 2:
+        if count == self.population_size or count < 2:
             return 0.0
         indices = [SUM_NAMES.index(name) for name in slopes]
         linearized = np.asarray(self.rows)[:, indices] @ np.asarray(list(slopes.values()))
-        share = 1 - count / self.population
-        return float(self.population * math.sqrt(share * linearized.var(ddof=1) / count))
+        share = 1 - count / self.population_size
+        return float(self.population_size * math.sqrt(share * linearized.var(ddof=1) / count))
 
 
 def mismatch_metrics(rows: Sequence[Row], trainer_logprobs: LogprobsByRow) -> dict[str, float]:
     """The differences between stored behaviour logprobs and the trainer's own over the fresh rows: absolute differences
     per token, nats, and KL(rollout || trainer) by the k3 estimate. Empty if there are no fresh rows. trainer_logprobs:
     the trainer's logprobs, at least of these rows."""
-    indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
+    indices = [i for i, row in enumerate(rows) if row.staleness == 0 and row.is_usable.any()]
     if not indices:
         return {}
-    difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].usable] for i in indices])
+    difference = np.concatenate([(trainer_logprobs[i] - rows[i].behaviour)[rows[i].is_usable] for i in indices])
     log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "mismatch_mean": float(np.abs(difference).mean()),

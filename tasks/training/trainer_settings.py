@@ -171,12 +171,12 @@ class PolicyTrainerSettings:
     Args:
         training: The [training] table of the job.
         num_steps: Length of a decaying schedule, unless the table sets one.
-        max_length: Divisor of constant_length aggregation.
-        collective_s: Seconds that a rank waits for the others in one operation.
-        examples: Settings of training.sft; None without it.
+        max_response_tokens: Maximum tokens of a response, the divisor of constant_length aggregation.
+        collective_timeout_s: Maximum seconds that a rank waits for the others in one operation.
+        examples: Settings of the examples of training.sft; None without it.
         shares_device: Whether instances use the device between two uses by the trainer.
-        stored_reference: Whether rows have logprobs under the reference model, which a teacher computed, so that the
-            trainer does not hold that model.
+        has_stored_reference: Whether rows have logprobs under the reference model, which a teacher computed, so that
+            the trainer does not hold that model.
     """
 
     model: str
@@ -185,9 +185,9 @@ class PolicyTrainerSettings:
     training: TrainingConfig
     num_steps: int
     temperature: float
-    max_length: int
+    max_response_tokens: int
     seed: int
-    collective_s: float = COLLECTIVE_TIMEOUT_S
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S
     examples: ExampleRowSettings | None = None
     shares_device: bool = False
-    stored_reference: bool = False
+    has_stored_reference: bool = False

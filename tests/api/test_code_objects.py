@@ -136,6 +136,6 @@ def test_line_of_finds_the_line_of_an_error_in_restored_code(tmp_path: Path) -> 
     loaded = user_code.load(write_code(reward, tmp_path, "reward"), "reward.function")
     with pytest.raises(ValueError, match="could not convert") as error:
         loaded("abc", "x")
-    function, _, line = user_code.line_of(error.value).partition(":")
+    function, _, line = user_code.user_code_line(error.value).partition(":")
     assert function == "reward"
     assert "float(row)" in Path(__file__).read_text().splitlines()[int(line) - 1]

@@ -75,4 +75,4 @@ def test_emulated_instances_have_the_costs_of_simulated_ones() -> None:
         settings = engine_settings(config, index, ())
         assert isinstance(settings, EmulatedSettings)
         costs.append(settings.cost)
-    assert costs == [config.rollout.cost.times(3.0), *[config.rollout.cost] * 3]
+    assert costs == [config.rollout.cost.scaled(3.0), *[config.rollout.cost] * 3]

@@ -98,7 +98,7 @@ class Linear:
 class Sees:
     needs_proximal = False
     trains_zero_advantage = True
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens):
         return TokenLoss(loss=-tokens.logprobs * tokens.lags * tokens.sampled, clipped=~tokens.sampled)
@@ -251,7 +251,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_return_a_number_per_token(use
     sees = LOSSES.make(job(f"training.loss.name={user_file}:Sees").training.loss)
     assert sees.token_loss(tokens).loss.tolist() == [[1.0] * 3] * 2
     assert [loss.trains_zero_advantage for loss in (sees, LOSSES.make(config))] == [True, False]
-    assert [loss.by_token for loss in (sees, LOSSES.make(config))] == [True, False]
+    assert [loss.is_tokenwise for loss in (sees, LOSSES.make(config))] == [True, False]
     assert [loss.needs_proximal for loss in (sees, LOSSES.make(config))] == [False, False]
     summed = LOSSES.make(job(f"training.loss.name={user_file}:Summed").training.loss)
     with pytest.raises(ConfigError, match=r"returned loss of shape \(\); it must be \(2, 3\), one number per token"):

@@ -53,7 +53,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def trainer(model: Path, device: str, dtype: str = "float32", **knobs: Any) -> PolicyTrainer:
     settings = TrainerSettings(
         model=str(model), dtype=dtype, device=device, training=TrainingConfig(learning_rate=1e-3, **knobs), num_steps=9,
-        temperature=1.0, max_length=128, seed=0,
+        temperature=1.0, max_response_tokens=128, seed=0,
     )  # fmt: skip
     return PolicyTrainer(settings)
 

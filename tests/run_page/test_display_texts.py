@@ -32,7 +32,7 @@ def test_the_detokenizer_of_the_file_matches_transformers(tmp_path: Path, tiny_m
         assert isinstance(alone, FileDetokenizer)
         for ids in lists:
             for special in (True, False):
-                assert alone.text(ids, special=special) == whole.text(ids, special=special)
+                assert alone.text(ids, keep_special=special) == whole.text(ids, keep_special=special)
             assert split_by_token(alone, ids) == split_by_token(whole, ids)
 
 

@@ -104,12 +104,12 @@ def test_a_trial_of_a_user_job_runs_on_random_responses_and_leaves_no_files(job:
 
 
 def test_the_first_prompt_is_shown_with_its_white_space_up_to_a_length() -> None:
-    def shown(prompt: str) -> str:
+    def shorten(prompt: str) -> str:
         result = DryRunResult(
             steps=3, prompt_length_range=(1, 2), first_prompt=prompt, num_scored=1, reward_range=(0.0, 1.0),
             reward_errors={}, findings=(),
         )  # fmt: skip
         return result.lines[1].strip()
 
-    assert shown("a  b\n\nc") == r"the first: 'a  b\n\nc'"
-    assert shown("x" * 2000).endswith("xxx... (2000 characters)")
+    assert shorten("a  b\n\nc") == r"the first: 'a  b\n\nc'"
+    assert shorten("x" * 2000).endswith("xxx... (2000 characters)")

@@ -31,7 +31,7 @@ def test_a_run_with_environments_is_stored_and_passes_the_audit(tmp_path: Path) 
         assert [(s.role, len(s.tokens)) for s in first.spans if isinstance(s, EnvSpan)] == [
             (s.role, len(s.tokens)) for s in second.spans if isinstance(s, EnvSpan)
         ]
-        assert first.tool_s == pytest.approx(second.tool_s, abs=1e-5)
+        assert first.environment_s == pytest.approx(second.environment_s, abs=1e-5)
     assert audit(store).findings == plain_audit(store).findings == ()
     columns = store.displayed_columns()
     consumed = columns["fate"] == "consumed"

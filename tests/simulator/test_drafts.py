@@ -61,8 +61,8 @@ def test_rejected_drafts_cost_compute_and_give_no_tokens() -> None:
 def test_verify_share_scales_the_cost_of_drafted_tokens() -> None:
     dear = dataclasses.replace(COST, verify_share=3.0)
     assert dear.step_s(64, 0.0) == COST.step_s(64, 0.0)
-    assert dear.drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
-    assert dear.times(2.0).drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(2 * COST.step_s(64 * 7, 10.0))
+    assert dear.with_drafts(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
+    assert dear.scaled(2.0).with_drafts(2, 0.0).step_s(64, 10.0) == pytest.approx(2 * COST.step_s(64 * 7, 10.0))
     took = [
         run(
             job(
@@ -90,7 +90,7 @@ def test_work_in_progress_is_counted_up_to_now() -> None:
     for instance in (watched, other):
         for i in range(4):
             instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))
-    seen = [watched.work_by(now / 100) for now in range(0, 100)]
+    seen = [watched.work_until(now / 100) for now in range(0, 100)]
     assert [item.sampled_tokens for item in seen] == sorted(item.sampled_tokens for item in seen)
     assert watched.work == other.work  # asking changes nothing
     middle = seen[20]
@@ -99,4 +99,4 @@ def test_work_in_progress_is_counted_up_to_now() -> None:
     assert middle.drafted_tokens == pytest.approx(3 * middle.num_drafts)
     assert middle.accepted_tokens == pytest.approx(middle.sampled_tokens - middle.num_drafts)
     watched.advance(1e9)
-    assert watched.work_by(1e9) == watched.work
+    assert watched.work_until(1e9) == watched.work

@@ -88,11 +88,11 @@ def test_emulated_episodes_follow_the_workload() -> None:
     workload = actor_settings.make_workload(config)
     episodes = EmulatedEpisodes(workload)
     turns = workload.turns(2, 1)
-    answers = [episodes.env_step(2, 1, number) for number in range(len(turns))]
+    answers = [episodes.step_result(2, 1, number) for number in range(len(turns))]
     assert [a.ended for a in answers] == [False] * (len(turns) - 1) + [True]
     assert [(a.seconds, a.tokens) for a in answers] == [(t.tool_s, t.tool_tokens) for t in turns]
     assert answers[-1].reward == workload.reward(2, 1)
-    assert episodes.env_step(2, 1, 0, truncated=True).ended
+    assert episodes.step_result(2, 1, 0, truncated=True).ended
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -135,12 +135,12 @@ def test_only_a_failed_or_hung_episode_is_restarted() -> None:
 
 
 def test_step_faults_depend_on_task_and_attempt_only() -> None:
-    answers = [EmulatedEpisodes(PLAIN, StepFaults(fail_share=0.5, seed=3)).env_step(g, 0, 0) for g in range(400)]
+    answers = [EmulatedEpisodes(PLAIN, StepFaults(fail_share=0.5, seed=3)).step_result(g, 0, 0) for g in range(400)]
     assert sum(bool(a.error) for a in answers) == pytest.approx(200, abs=40)
     again = EmulatedEpisodes(PLAIN, StepFaults(fail_share=0.5, seed=3))
-    assert [again.env_step(g, 0, 0) for g in range(400)] == answers
-    assert [again.env_step(g, 0, 0, attempt=1) for g in range(400)] != answers
-    assert EmulatedEpisodes(PLAIN, StepFaults(hang_share=1.0)).env_step(0, 0, 0).seconds == math.inf
+    assert [again.step_result(g, 0, 0) for g in range(400)] == answers
+    assert [again.step_result(g, 0, 0, attempt=1) for g in range(400)] != answers
+    assert EmulatedEpisodes(PLAIN, StepFaults(hang_share=1.0)).step_result(0, 0, 0).seconds == math.inf
 
 
 @pytest.mark.parametrize(("latency", "mean_s", "deviation_s"), [

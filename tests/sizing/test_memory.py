@@ -18,7 +18,7 @@ from staleflow.pipeline.placement.devices import GB
 from staleflow.pipeline.sizing.memory import (
     CHUNK_LOGIT_BYTES,
     KV_STORAGE_FACTOR,
-    LOGIT_POSITIONS,
+    MAX_COPIED_POSITIONS,
     TIED_EMBEDDINGS_BY_TYPE,
     ModelShape,
     activation_bytes_per_token,
@@ -228,14 +228,14 @@ def test_key_heads_are_copied_where_there_are_more_gpus_than_heads() -> None:
 def test_the_transformers_engine_needs_more_for_its_cache_and_has_no_cuda_graphs() -> None:
     vllm = job(8).engine
     parts = engine_bytes_by_use(shape("8B"), vllm, "bfloat16")
-    other = engine_bytes_by_use(shape("8B"), TransformersSettings.like(vllm), "bfloat16")
+    other = engine_bytes_by_use(shape("8B"), TransformersSettings.with_knobs_of(vllm), "bfloat16")
     assert other["KV cache"] == KV_STORAGE_FACTOR * parts["KV cache"]
     assert other["CUDA context"] == parts["CUDA context"] - 10**9
 
 
 def test_logits_are_counted_as_the_output_layer_computes_them() -> None:
     assert CHUNK_LOGIT_BYTES == 4 * GPU_CHUNK_BYTES
-    assert LOGIT_POSITIONS == transformers_engine.LOGIT_POSITIONS
+    assert MAX_COPIED_POSITIONS == transformers_engine.MAX_COPIED_POSITIONS
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
@@ -304,7 +304,7 @@ def test_a_planned_change_makes_the_model_fit() -> None:
 
 def test_several_gpus_for_an_instance_are_proposed_for_vllm_only() -> None:
     """The transformers engine has no tensor_parallel."""
-    large = dataclasses.replace(job(64), engine=TransformersSettings.like(job(64).engine))
+    large = dataclasses.replace(job(64), engine=TransformersSettings.with_knobs_of(job(64).engine))
     assert "rollout.engine.tensor_parallel" in (make_plan(shape("32B"), job(64), 48 * GB).changes or {})
     assert make_plan(shape("32B"), large, 48 * GB).changes is None
 
@@ -341,7 +341,7 @@ def test_a_teacher_computes_logprobs_within_its_planned_memory(dtype: str, tmp_p
     shape = save_wide_model(tmp_path)
     teacher = TransformersEngine(settings(tmp_path, dtype=dtype, max_batch_tokens=512), InstanceId("teacher-0"))
     with contextlib.closing(teacher), torch.inference_mode(), LiveBytes() as live:
-        teacher._score_together([[token % 100 for token in range(1500)]], 0.7)
+        teacher._score_in_one_pass([[token % 100 for token in range(1500)]], 0.7)
     engine = TransformersSettings(kv_tokens=2048, max_running=512, max_batch_tokens=512)
     parts = engine_bytes_by_use(shape, engine, dtype)
     planned = sum(parts.values()) - parts["CUDA context"]

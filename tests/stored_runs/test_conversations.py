@@ -20,7 +20,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.emulation.workload import Turn
-from staleflow.tasks.sources.task_sources import LabelledRecord, label_record
+from staleflow.tasks.sources.task_sources import RecordWithOrigin, with_origin
 from tests.commands import command
 from tests.support.stored_runs import Response, StoredRun
 
@@ -201,9 +201,9 @@ def test_rows_without_a_response_are_not_among_the_responses_that_failed(
 def test_the_turns_of_a_record_leave_its_task_source(run: StoredRun) -> None:
     prompts = actor_settings.prompt_settings(run.config, num_held_out=0, max_prompt_tokens=None).build()
     trajectory = next(iter(run.store.trajectories())).trajectory
-    _, record = reward_rescoring._make_reward_item(prompts, trajectory, label_record("games", {"answer": "8"}))
-    assert isinstance(record, LabelledRecord)
-    assert (record.label, record["turns"][-1]["content"]) == ("games", "done")
+    _, record = reward_rescoring._make_reward_item(prompts, trajectory, with_origin("games", {"answer": "8"}))
+    assert isinstance(record, RecordWithOrigin)
+    assert (record.origin, record["turns"][-1]["content"]) == ("games", "done")
 
 
 ENVIRONMENT = """

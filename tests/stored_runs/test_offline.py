@@ -238,7 +238,7 @@ def test_control_characters_in_responses_are_escaped() -> None:
 
 def test_partial_characters_belong_to_the_token_that_completes_them() -> None:
     class Bytes:
-        def text(self, tokens: Any, *, special: bool = False) -> str:
+        def text(self, tokens: Any, *, keep_special: bool = False) -> str:
             return bytes(tokens).decode(errors="replace")
 
     from staleflow.tasks.rendering.chat_tokenizer import split_by_token

@@ -169,9 +169,9 @@ def _teacher_faults(versions: list[int], teacher: list[float]) -> Iterable[str]:
 
 def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:
     turns, given, tool_s = stored
-    if (turns, given) != (len(t.turns), t.num_given) or not abs(tool_s - t.tool_s) <= 1e-6:
+    if (turns, given) != (len(t.turns), t.num_given) or not abs(tool_s - t.environment_s) <= 1e-6:
         yield (
-            f"its spans have {len(t.turns):g} turns, {t.num_given:g} given tokens, {t.tool_s:.6g} s; "
+            f"its spans have {len(t.turns):g} turns, {t.num_given:g} given tokens, {t.environment_s:.6g} s; "
             f"stored are {turns:g} turns, {given:g} given tokens, {tool_s:.6g} s"
         )
 

@@ -45,7 +45,7 @@ def test_a_dataframe_has_every_trajectory_with_its_tokens(tmp_path: Path) -> Non
         np.testing.assert_array_equal(got.versions, t.versions)
         np.testing.assert_array_equal(got.sampled, t.sampled)
         assert (got.response_tokens, got.given_tokens) == (t.sampled.sum(), (~t.sampled).sum())
-        assert (got.turns, got.tool_s) == (len(t.turns), t.tool_s)
+        assert (got.turns, got.tool_s) == (len(t.turns), t.environment_s)
     by_staleness = frame[frame.fate == "consumed"].groupby("staleness").reward.mean().compute(scheduler="sync")
     assert set(by_staleness.index) == {r.staleness for r in store.trajectories() if r.step < 4}
 

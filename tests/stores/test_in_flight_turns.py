@@ -122,7 +122,7 @@ def test_an_observation_starts_the_next_turn() -> None:
     assert t.versions.tolist() == [0, 0, 0, -1, -1, 1, 1, 0]
     assert [x.tolist() for x in t.turns] == [[0, 1, 2], [5, 6, 7]]
     assert t.response_tokens.tolist() == list(range(8))
-    assert (t.num_tokens, t.num_sampled, t.num_given, t.tool_s) == (8, 6, 2, 0.5)
+    assert (t.num_tokens, t.num_sampled, t.num_given, t.environment_s) == (8, 6, 2, 0.5)
     assert t.logprobs.tolist() == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
 
 
@@ -134,7 +134,7 @@ def test_an_empty_observation_starts_a_turn() -> None:
     t = state.live[ID]
     assert span_summary(t) == [(0, 2), (-1, 0), (0, 1)]
     assert [x.tolist() for x in t.turns] == [[0, 1], [2]]
-    assert (t.num_given, t.has_env_steps, t.tool_s) == (0, True, 0.5)
+    assert (t.num_given, t.has_env_steps, t.environment_s) == (0, True, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_rows_with_any_spans_survive_packing(rows: list[tuple[list[Span], bool]]
         turns = dict(zip(names, packed.rows[i].item(), strict=True))
         assert_same(unpack(turns, packed.tokens, begin, packed.text, text_begin), row)
         assert (turns["turns"], turns["given_tokens"]) == (len(t.turns), len(t.response_tokens) - t.sampled.sum())
-        assert abs(turns["tool_s"] - t.tool_s) < 1e-9
+        assert abs(turns["tool_s"] - t.environment_s) < 1e-9
         first = at - begin + len(t.prompt_tokens)
         at += len(t.prompt_tokens) + t.num_tokens
         mask = packed.tokens["mask"][first : at - begin]

@@ -18,7 +18,7 @@ from staleflow.pipeline.simulator.analysis import Trace, TrainedStep, compute_st
 from staleflow.stores import metrics
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.batches import batch_metrics
-from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
 from staleflow.tasks.training.loss import Sft
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.step_metrics import mismatch_metrics
@@ -105,7 +105,7 @@ def test_steps_record_exactly_the_declared_metrics(tmp_path: Path) -> None:
     run = Body(tmp_path / "runs").run(*TAUGHT)
     recorded = {name for record in run.records for name in record.metrics}
     shown = {name for step in run.outcomes.steps for name in step}
-    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    settings = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     trainer = Trainer(settings, str(tmp_path / "weights"), 1, 9.0, str(tmp_path / "points"), 0)
     reported = trainer._train(
         0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
@@ -121,7 +121,7 @@ def test_an_emulated_step_counts_the_tokens_that_its_loss_trains() -> None:
     row = replace(Row.of(ended(np.random.default_rng(0), 1, 1)), advantage=0.0)
 
     def tokens_trained(training: TrainingConfig) -> float:
-        settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0, training=training)
+        settings = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0, training=training)
         return settings.build(1).step(0, [row])["tokens_trained"]
 
     assert tokens_trained(TrainingConfig()) == 0.0
@@ -132,7 +132,7 @@ def test_both_trainers_report_the_same_metrics(tiny_model: Path) -> None:
     rows = [Row.of(ended(np.random.default_rng(0), 1, 1))]
     row = replace(rows[0], prompt=np.asarray([3, 4], np.int32), response=np.asarray([5, 6], np.int32))
     row = replace(row, behaviour=np.asarray([-1.0, -1.0], np.float32), sampled=np.ones(2, bool), lags=None)
-    emulated = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
+    emulated = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
     assert emulated.step(0, [row]).keys() == trainer(tiny_model).step(0, [row]).keys()
 
 

@@ -87,7 +87,7 @@ def test_closed_form_decoding_is_the_sum_of_its_steps(running: int, kv: int, ste
 def test_vectorized_step_times_equal_scalar_ones() -> None:
     running, kv = np.array([1.0, 7.0, 300.0]), np.array([5.0, 900.0, 1e6])
     steps = [COST.step_s(int(n), k) for n, k in zip(running, kv, strict=True)]
-    assert COST.steps_s(running, kv).tolist() == pytest.approx(steps)
+    assert COST.step_s_by_instance(running, kv).tolist() == pytest.approx(steps)
 
 
 @pytest.mark.parametrize(

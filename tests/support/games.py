@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.settings.task_config import TaskConfig
@@ -253,15 +253,15 @@ async def own(session, task):
 '''
 
 
-def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeSettings:
+def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeHostSettings:
     config = EnvironmentConfig(**limits)
-    return EpisodeSettings(
+    return EpisodeHostSettings(
         source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, environment_config=config)
     )
 
 
 @contextlib.asynccontextmanager
-async def host_episode(made: EpisodeSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
+async def host_episode(made: EpisodeHostSettings) -> AsyncIterator[tuple[EpisodeHost, Task]]:
     """An episode host and its first task."""
     episodes = EpisodeHost(made)
     try:

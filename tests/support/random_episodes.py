@@ -50,7 +50,7 @@ from staleflow.tasks.engines.base import Engine, Request
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.advantage import DrGrpo, Overlong
+from staleflow.tasks.training.advantage import DrGrpo, OverlongPenalty
 from tests.support.memory_store import MemoryStore
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
@@ -150,7 +150,7 @@ class PlayedPrompts:
         return " ".join(map(str, response))
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: tuple[Message, ...], number: int, source: int = 0
+        self, before: Sequence[int], turn: Sequence[int], messages: tuple[Message, ...], source: int = 0
     ) -> list[int]:
         return [int(word) for message in messages for word in message.content.split()]
 
@@ -180,7 +180,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     settings = ServerSettings(
         commit_s=60.0,
         prompts=prompts, reward_settings="none", group_size=1, members_started_per_group=1, advantage=DrGrpo(),
-        overlong=Overlong(ramp_tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
+        overlong=OverlongPenalty(ramp_tokens=0, penalty=0.0, max_length=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header, max_turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)
@@ -463,7 +463,7 @@ class Table:
         """Called in a thread of an instance while its route is awaited, so the episode does not change."""
         episode = self._episodes[request.trajectory]
         assert (request.route_number, request.tokens) == (episode.route_number, (*episode.prompt, *episode.ids))
-        assert request.num_prior == len(episode.response)
+        assert request.num_response_tokens == len(episode.response)
         in_turn = len(episode.response) - episode.answered
         assert request.max_new_tokens == min(MAX_TOKENS - len(episode.response), TURN_TOKENS - in_turn)
         assert request.keep_kv and not request.greedy

@@ -31,7 +31,7 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
-from staleflow.tasks.actors.parameter_server import MAX_WAIT_S, FetchProgress, ParameterServer, Source
+from staleflow.tasks.actors.parameter_server import MAX_WAIT_S, FetchProgress, ParameterServer, WeightSource
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
@@ -49,13 +49,13 @@ from staleflow.tasks.engines.base import (
     SampledTokens,
     TokenScores,
 )
-from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs, word_scores
+from staleflow.tasks.engines.emulated_engine import emulated_ids, emulated_logprobs, emulated_scores
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.rank import Rank, rank_name
 from tests.support.memory_store import MemoryStore
 
-PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=100, seed=0)
+PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members_per_group=2, max_tokens=100, seed=0)
 """Prompts of six tokens; no other part of it is used."""
 
 
@@ -273,7 +273,7 @@ class VirtualEngine:
                 self._cached += result
                 self._prefilled += len(request.tokens) - result
                 self._requests[request.trajectory] = _Request(
-                    request=request, since=self._now(), marks=[(self.version, request.num_prior)]
+                    request=request, since=self._now(), marks=[(self.version, request.num_response_tokens)]
                 )
         self._changed.set()
 
@@ -282,7 +282,7 @@ class VirtualEngine:
         stopped = [(self._requests[t], self._tokens(self._requests[t])) for t in trajectories if t in self._requests]
         for held, tokens in stopped:
             del self._requests[held.request.trajectory]
-            self._sampled += tokens - held.request.num_prior
+            self._sampled += tokens - held.request.num_response_tokens
         return [self._result(held, tokens, FinishReason.UNFINISHED) for held, tokens in stopped]
 
     def peek(self) -> list[SampledTokens]:
@@ -323,7 +323,7 @@ class VirtualEngine:
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[TokenScores]:
         assert self._instance in self._world.awake
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
-        scores = [word_scores(tokens) for tokens in sequences]
+        scores = [emulated_scores(tokens) for tokens in sequences]
         return [dataclasses.replace(item, logprobs=tuple(x + off for x in item.logprobs)) for item in scores]
 
     async def events(self, timeout_s: float) -> list[SampledTokens | FailedRequest]:
@@ -357,7 +357,7 @@ class VirtualEngine:
             running=len(progress),
             kv_tokens=sum(len(held.request.tokens) for held in self._requests.values()),
             busy_s=self._now() - self._begin,
-            tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_prior for t, n in progress),
+            tokens_sampled=self._sampled + sum(n - self._requests[t].request.num_response_tokens for t, n in progress),
             progress=progress,
             kept_tokens=sum(map(len, self._kept.values())),
             prefilled_tokens=self._prefilled,
@@ -372,23 +372,23 @@ class VirtualEngine:
         self._world.awake.discard(self._instance)
 
     def _length(self, request: _Request) -> int:
-        prior = request.request.num_prior
+        prior = request.request.num_response_tokens
         return max(
             prior + 1, min(self._world.length(request.request.trajectory), prior + request.request.max_new_tokens)
         )
 
     def _end_s(self, request: _Request) -> float:
-        return request.since + (self._length(request) - request.request.num_prior) / self._tokens_per_s
+        return request.since + (self._length(request) - request.request.num_response_tokens) / self._tokens_per_s
 
     def _tokens(self, request: _Request) -> int:
         sampled = int((self._now() - request.since) * self._tokens_per_s + 1e-9)
-        return min(self._length(request), request.request.num_prior + sampled)
+        return min(self._length(request), request.request.num_response_tokens + sampled)
 
     def _advance(self) -> None:
         for trajectory, held in list(self._requests.items()):
             if self._end_s(held) <= self._now() + 1e-9:
                 del self._requests[trajectory]
-                self._sampled += self._length(held) - held.request.num_prior
+                self._sampled += self._length(held) - held.request.num_response_tokens
                 ended = self._result(held, self._length(held), FinishReason.STOP)
                 self._ended.append(ended)
                 if held.request.keep_kv:
@@ -401,14 +401,14 @@ class VirtualEngine:
         for (version, begin), end in zip(request.marks, ends, strict=True):
             if end > begin:
                 ids = emulated_ids(key, begin, end - begin)
-                logprobs = word_logprobs(ids)
+                logprobs = emulated_logprobs(ids)
                 if self._world.not_finite(key):
                     logprobs[-1] = np.nan
                 segments.append(Segment(version=version, instance=self._instance, tokens=ids, logprobs=logprobs))
         return SampledTokens(
             trajectory=key,
             route_number=request.request.route_number,
-            start=request.request.num_prior,
+            start=request.request.num_response_tokens,
             segments=tuple(segments),
             finish=finish,
         )
@@ -517,7 +517,7 @@ class PlayedTrainer:
         await asyncio.gather(*requests)
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
-        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+        return tuple(emulated_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
 
     async def fine_tune(self, step: int) -> dict[str, float]:
         if step in self._tuned:
@@ -604,7 +604,7 @@ class PlayedTrainer:
             fingerprint=self._world.fingerprint(self._version) + self._chance(),
             path=self._world.path(self._version),
             num_bytes=self._world.num_bytes,
-            probe_logprobs=tuple(word_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
+            probe_logprobs=tuple(emulated_logprobs(np.asarray(self._probe[1:], np.int32)).tolist()),
         )
 
 
@@ -636,7 +636,7 @@ class PlayedParameterServer:
         self._world, self._call_s = world, call_s
 
     async def ensure_version(
-        self, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
+        self, version: PolicyVersion, num_bytes: int, sources: tuple[WeightSource, ...]
     ) -> FetchProgress:
         if version not in self._here:
             name, actor = sources[0]

@@ -48,8 +48,8 @@ class AdapterVersions:
         results = {}
         for layer in self._layers:
             # Larger adapters make attention so steep that rounding in float32 alone moves a logprob by 6e-5 and more.
-            results[layer.down] = torch.randn(layer.rank, layer.inputs, generator=made) / layer.inputs**0.5
-            results[layer.up] = torch.randn(layer.outputs, layer.rank, generator=made) / 3
+            results[layer.down_name] = torch.randn(layer.rank, layer.inputs, generator=made) / layer.inputs**0.5
+            results[layer.up_name] = torch.randn(layer.outputs, layer.rank, generator=made) / 3
         return results
 
     def file(self, version: int) -> Path:
@@ -69,7 +69,7 @@ class AdapterVersions:
         if version:
             adapter = self.tensors(version)
             for item in self._layers:
-                added = LORA.scaling * adapter[item.up] @ adapter[item.down]
+                added = LORA.scaling * adapter[item.up_name] @ adapter[item.down_name]
                 weights[f"{item.module}.weight"] = weights[f"{item.module}.weight"] + added
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
@@ -160,7 +160,12 @@ class AdapterEngineTests:
         context = (*PROMPT, *tokens_of(turn), 5, 6, 7)
         sampled_before = len(context) - len(PROMPT)
         second = request(
-            0, prompt=context, route_number=2, max_new_tokens=10, num_prior=sampled_before, version=PolicyVersion(1)
+            0,
+            prompt=context,
+            route_number=2,
+            max_new_tokens=10,
+            num_response_tokens=sampled_before,
+            version=PolicyVersion(1),
         )
         fresh = request(1, prompt=context, max_new_tokens=10)
         engine.submit([second, fresh])
@@ -212,7 +217,7 @@ class AdapterEngineTests:
             prompt=(*PROMPT, *first),
             route_number=2,
             max_new_tokens=8,
-            num_prior=len(first),
+            num_response_tokens=len(first),
             version=PolicyVersion(1),
         )
         engine.submit([again])

@@ -69,7 +69,7 @@ def model_settings(model: Path) -> dict[str, Any]:
 def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, SampledTokens]:
     """Submit requests and run them until one has at least this many tokens; returns the finished ones. The engine is
     then paused until `collect` or this function is called. Fails at once if all requests have finished."""
-    BRAKE.on(least, max((item.num_prior for item in requests), default=None))
+    BRAKE.on(least, max((item.num_response_tokens for item in requests), default=None))
     engine.submit(requests)
     deadline = time.monotonic() + PATIENCE_S
     done: dict[int, SampledTokens] = {}
@@ -150,7 +150,7 @@ class EngineTests:
                     prompt=(3, 10, 14, 7, *first),
                     route_number=2,
                     max_new_tokens=60 - len(first),
-                    num_prior=len(first),
+                    num_response_tokens=len(first),
                     greedy=True,
                 )
             ]
@@ -222,14 +222,14 @@ class EngineTests:
         assert after.busy_s > 0
 
     def test_progress_includes_prior_tokens(self, engine: Engine) -> None:
-        sample_until(engine, 1001, [request(i, num_prior=1000, max_new_tokens=100) for i in range(12)])
+        sample_until(engine, 1001, [request(i, num_response_tokens=1000, max_new_tokens=100) for i in range(12)])
         assert all(n >= 1000 for _, n in engine.load_statistics().progress)
         engine.interrupt([TrajectoryId(i) for i in range(12)])
         assert engine.load_statistics().progress == ()
 
     def test_peek_returns_the_tokens_sampled_so_far(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         path, _ = other_weights
-        finished = sample_until(engine, 5, [request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
+        finished = sample_until(engine, 5, [request(i, max_new_tokens=100, num_response_tokens=2) for i in range(20)])
         engine.load(PolicyVersion(5), path)
         finished |= sample_until(engine, 8)
         seen = {s.trajectory: s for s in engine.peek()}
@@ -378,7 +378,12 @@ class ReusingEngineTests(EngineTests):
 
     def turn(self, engine: Engine, tokens: tuple[int, ...], route_number: int) -> list[int]:
         """Run a turn of trajectory 0 with these tokens after its prompt."""
-        more = {"route_number": route_number, "num_prior": len(tokens) - len(PROMPT), "keep_kv": True, "greedy": True}
+        more = {
+            "route_number": route_number,
+            "num_response_tokens": len(tokens) - len(PROMPT),
+            "keep_kv": True,
+            "greedy": True,
+        }
         engine.submit([request(0, tokens, max_new_tokens=16, **more)])
         self.sampled = collect(engine, 1)[TrajectoryId(0)]
         return tokens_of(self.sampled)

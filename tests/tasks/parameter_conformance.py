@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.errors import StaleflowError
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.actors.parameter_server import FetchProgress, Source
+from staleflow.tasks.actors.parameter_server import FetchProgress, WeightSource
 
 NUM_BYTES = 70
 CALL_S = 60.0
@@ -31,7 +31,7 @@ class ParameterHost:
 
     async def ensure_version(self, version: int, *sources: ParameterHost) -> FetchProgress:
         """Call `ensure_version` until the version is on this host, as the driver does."""
-        named = tuple(Source(f"parameters-{i}", source.server) for i, source in enumerate(sources))
+        named = tuple(WeightSource(f"parameters-{i}", source.server) for i, source in enumerate(sources))
         while not (result := await self.server.ensure_version(PolicyVersion(version), NUM_BYTES, named)).path:
             pass
         fetched: FetchProgress = result

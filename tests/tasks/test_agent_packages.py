@@ -15,7 +15,7 @@ import pytest
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.openenv_agents import BadAction, parse_action
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -29,9 +29,9 @@ from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.test_agent_clients import capture_server, free_port, serving
 
 
-def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
+def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeHostSettings:
     config = EnvironmentConfig(**{"step_timeout_s": 60.0, "max_turns": 3, **limits})
-    return EpisodeSettings(
+    return EpisodeHostSettings(
         source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, environment_config=config)
     )
 

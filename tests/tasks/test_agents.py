@@ -18,7 +18,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.agents import load_agent
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Task
@@ -180,10 +180,10 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(
     source: str, options: dict[str, Any] | None = None, *, changed_past: str = "branch", **limits: Any
-) -> EpisodeSettings:
+) -> EpisodeHostSettings:
     config = EnvironmentConfig(**limits)
     endpoint = EndpointSettings(config=EndpointConfig(changed_past=changed_past))
-    return EpisodeSettings(
+    return EpisodeHostSettings(
         source=SourceSettings(
             task=TaskConfig(source=source, options=options or {}), seed=3, environment_config=config, endpoint=endpoint
         )

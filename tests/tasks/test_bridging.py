@@ -20,7 +20,7 @@ WORDS = st.text("the in12\n<>/é", max_size=12)
 
 
 def bridge_text(name: str, ids: list[int]) -> str:
-    return TEXTS[name].text(ids, special=True)
+    return TEXTS[name].text(ids, keep_special=True)
 
 
 def end_of(name: str) -> int:
@@ -38,15 +38,15 @@ def test_prompt_turn_and_bridge_tokens_match_the_chat_template(name: str, data: 
     conversation = [Message("user", data.draw(WORDS) + "?")]
     ids = list(texts.ids(texts.chat_text(conversation)))
     spans: list[list[int]] = [list(ids)]
-    for number in range(1, data.draw(st.integers(1, 4)) + 1):
+    for _ in range(data.draw(st.integers(1, 4))):
         turn = data.draw(st.lists(st.integers(0, 255), max_size=8))
-        says = texts.text(turn, special=True)
+        says = texts.text(turn, keep_special=True)
         if "\ufffd" in says or (name == "llama3" and says != says.strip()):
             turn, says = [], ""
         closed = data.draw(st.booleans())
         turn = [*turn, end_of(name)] if closed else turn
         one = Message(role, f"{data.draw(WORDS)}!")
-        given_ids = bridge.ids(ids, turn, [one], number)
+        given_ids = bridge.ids(ids, turn, [one])
         spans += [turn, given_ids]
         ids = [*ids, *turn, *given_ids]
         conversation += [Message("assistant", says), one]
@@ -60,11 +60,11 @@ def test_the_bridge_closes_an_unfinished_turn_and_leaves_a_finished_one() -> Non
     messages = list(texts.ids("in the"))
     hears = [Message("environment", "higher")]
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert bridge_text("smollm2", bridge.ids([], messages, hears, 1)) == f"<|im_end|>{rest}"
+    assert bridge_text("smollm2", bridge.ids([], messages, hears)) == f"<|im_end|>{rest}"
     (closes,), (other,) = texts.ids("<|im_end|>"), texts.ids("<|endoftext|>")
-    assert bridge_text("smollm2", bridge.ids([], [*messages, closes], hears, 1)) == rest
-    assert bridge_text("smollm2", bridge.ids([], [*messages, other], hears, 1)) == rest
-    assert bridge_text("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
+    assert bridge_text("smollm2", bridge.ids([], [*messages, closes], hears)) == rest
+    assert bridge_text("smollm2", bridge.ids([], [*messages, other], hears)) == rest
+    assert bridge_text("smollm2", bridge.ids([], [], hears)) == f"<|im_end|>{rest}"
 
 
 def test_a_newline_at_the_end_of_a_turn_is_not_an_end_token() -> None:
@@ -75,21 +75,19 @@ def test_a_newline_at_the_end_of_a_turn_is_not_an_end_token() -> None:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     texts = ChatTokenizer(tokenizer)
-    result = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")], 1)
+    result = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")])
     assert texts.text(result) == "\nuser: go\nassistant: "
 
 
 def test_unsupported_roles_and_sequences_of_messages_are_rejected() -> None:
     two = [Message("tool", "1"), Message("tool", "2")]
-    qwen = TemplateBridge(TEXTS["qwen3"]).ids([], [end_of("qwen3")], two, 1)
+    qwen = TemplateBridge(TEXTS["qwen3"]).ids([], [end_of("qwen3")], two)
     wrapped = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in (1, 2))
     assert bridge_text("qwen3", qwen) == f"\n<|im_start|>user{wrapped}<|im_end|>\n<|im_start|>assistant\n"
-    mistral = TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], [Message("tool", "1")], 1)
+    mistral = TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], [Message("tool", "1")])
     assert bridge_text("mistral", mistral) == "[INST] 1 [/INST]"
-    with pytest.raises(
-        ConfigError, match=r"turn 3: task\.chat = true: the chat template fails on messages of user, ass"
-    ):
-        TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], two, 3)
+    with pytest.raises(ConfigError, match=r"^task\.chat = true: the chat template fails on messages of user, ass"):
+        TemplateBridge(TEXTS["mistral"]).ids([], [end_of("mistral")], two)
 
 
 def test_templates_that_drop_thoughts_accept_tool_messages_but_not_user_messages() -> None:
@@ -102,8 +100,8 @@ def test_templates_that_drop_thoughts_accept_tool_messages_but_not_user_messages
             "task.chat = true: the chat template drops the <think> parts of earlier turns when a message of role user "
             "follows, so the model would not go on from what it sampled; put a template that only appends"
         )
-    with pytest.raises(ConfigError, match=r"turn 2: task\.chat = true: the chat template drops"):
-        bridge.ids([], [], [Message("environment", "go")], 2)
+    with pytest.raises(ConfigError, match=r"^task\.chat = true: the chat template drops"):
+        bridge.ids([], [], [Message("environment", "go")])
 
 
 @pytest.mark.parametrize(
@@ -117,9 +115,9 @@ def test_templates_that_drop_thoughts_accept_tool_messages_but_not_user_messages
 def test_a_template_that_rewrites_earlier_turns_is_rejected(template: str) -> None:
     tokenizer = chat_tokenizer("smollm2")
     tokenizer.chat_template = template
-    why = "turn 1: .* renders earlier turns in another way when a message of role user follows, so the model would not"
+    why = "^task.* renders earlier turns in another way when a message of role user follows, so the model would not"
     with pytest.raises(ConfigError, match=why):
-        TemplateBridge(ChatTokenizer(tokenizer)).ids([], [], [Message("user", "go")], 1)
+        TemplateBridge(ChatTokenizer(tokenizer)).ids([], [], [Message("user", "go")])
 
 
 def test_without_a_chat_template_messages_are_texts() -> None:
@@ -128,7 +126,7 @@ def test_without_a_chat_template_messages_are_texts() -> None:
     assert isinstance(bridge, PlainBridge)
     bridge.check(["user", "tool"])
     messages = [Message("environment", "higher {observation}"), Message("tool", "2")]
-    assert texts.text(bridge.ids([1], [2], messages, 1)) == "\nhigher {observation}\n> \n2\n> "
+    assert texts.text(bridge.ids([1], [2], messages)) == "\nhigher {observation}\n> \n2\n> "
 
 
 @pytest.mark.parametrize(
@@ -143,7 +141,7 @@ def test_renderer_bridges_match_template_bridges(name: str, model: str, role: st
     before = list(texts.ids(texts.chat_text([Message("user", "go")])))
     for turn in ([*texts.ids("in the"), end_of(name)], list(texts.ids("in the"))):
         hears = [Message(role, "the 12")]
-        assert bridge.ids(before, turn, hears, 1) == TemplateBridge(texts).ids(before, turn, hears, 1)
+        assert bridge.ids(before, turn, hears) == TemplateBridge(texts).ids(before, turn, hears)
 
 
 def test_a_renderer_is_used_under_the_lock_of_its_tokenizer() -> None:
@@ -161,7 +159,7 @@ def test_a_renderer_is_used_under_the_lock_of_its_tokenizer() -> None:
     renderer: Any = Renderer()
     bridge = RendererBridge(renderer, TemplateBridge(texts), texts.lock)
     bridge.check(["user"])
-    assert bridge.ids([1], [2], [Message("user", "go")], 1)
+    assert bridge.ids([1], [2], [Message("user", "go")])
     assert is_locked == [True] * 3
 
 

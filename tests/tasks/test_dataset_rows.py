@@ -13,7 +13,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
-from staleflow.tasks.settings.dataset_columns import Columns, Use
+from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
@@ -179,7 +179,7 @@ def test_generated_prompts_exclude_the_evaluation_set(tmp_path: Path) -> None:
 def test_an_invalid_evaluation_source_is_named_by_its_key(tmp_path: Path) -> None:
     for named in (f"jsonl:{tmp_path}/none.jsonl", "nonsense", "none.py:Sums", "reasoning_gym:nonsense"):
         with pytest.raises(ConfigError, match=r"^task\.eval_source = "):
-            make_source(named, {}, 0, COLUMNS, Use.EVALUATION)
+            make_source(named, {}, 0, COLUMNS, DataUse.EVALUATION)
 
 
 def test_dataset_split_is_selected_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

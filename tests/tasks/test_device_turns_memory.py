@@ -90,7 +90,7 @@ def build_actors(model: Path, *, turns: bool) -> PolicyTrainer:
     return PolicyTrainer(
         TrainerSettings(
             model=str(model), dtype="float32", device="cpu", training=TrainingConfig(learning_rate=1e-3), num_steps=9,
-            temperature=1.0, max_length=128, seed=0, shares_device=turns,
+            temperature=1.0, max_response_tokens=128, seed=0, shares_device=turns,
         )
     )  # fmt: skip
 

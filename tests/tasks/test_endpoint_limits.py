@@ -32,9 +32,6 @@ class SilentPolicy:
     def find(self, key: str) -> SilentPolicy:
         return self
 
-    def belongs_to_other(self, id: str, found: object) -> bool:
-        return False
-
     async def request_turn(self, request: ChatRequest) -> TurnReply:
         self.next_messages.set()
         try:

@@ -17,7 +17,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession, Sessions
-from staleflow.tasks.episodes.episode_host import EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHostSettings
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, auth_headers, chat, send_bytes, serving, turn
 
@@ -259,5 +259,5 @@ def test_environment_settings_of_a_replacement_set_replaces_s(job: Path, tmp_pat
     config = loading.load(job, (f"task.source=agent:{tmp_path}/agent.py:run", "task.options={}", "deadlines.call_s=7"))
     for replaces, expected in ((False, 0.0), (True, 7.0)):
         result = actor_settings.environment_settings(config, is_replacement=replaces)
-        assert isinstance(result, EpisodeSettings)
+        assert isinstance(result, EpisodeHostSettings)
         assert result.source.endpoint.predecessor_s == expected

@@ -29,9 +29,9 @@ class CountingTokenizer:
     def __init__(self) -> None:
         self.decoded = 0
 
-    def text(self, tokens: Any, *, special: bool = False) -> str:
+    def text(self, tokens: Any, *, keep_special: bool = False) -> str:
         self.decoded += len(tokens)
-        return TEXTS.text(tokens, special=special)
+        return TEXTS.text(tokens, keep_special=keep_special)
 
 
 def stopped_text(text: str, *strings: str, ids: tuple[int, ...] = ()) -> str | None:

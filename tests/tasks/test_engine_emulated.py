@@ -21,7 +21,7 @@ from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import Engine, Request, SampledTokens
-from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
+from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, emulated_logprobs, emulated_weights
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from tests.tasks.brake import BRAKE, brake, check_brake  # noqa: F401  used by name
@@ -45,7 +45,7 @@ def workload(max_tokens: int = 100, **changes: Any) -> RandomWorkload:
         "kind": "lognormal", "prompt_tokens": 4, "median": 30.0, "sigma": 0.6, "long_share": 0.1, "long_ratio": 4.0,
         "exponent": 1.5, "turns": 3.0, "tool_s": 1.0, "tool_tokens": 5, "group_correlation": 0.0, "signal_share": 1.0,
     }  # fmt: skip
-    return RandomWorkload(WorkloadConfig(**(values | changes)), members=4, max_tokens=max_tokens, seed=0)
+    return RandomWorkload(WorkloadConfig(**(values | changes)), members_per_group=4, max_tokens=max_tokens, seed=0)
 
 
 def settings(**changes: Any) -> EmulatedSettings:
@@ -144,11 +144,11 @@ class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
 
     @pytest.fixture
     def reference(self) -> Callable[..., list[float]]:
-        return lambda tokens, first, weights=None: word_logprobs(np.asarray(tokens[first:], np.int32)).tolist()
+        return lambda tokens, first, weights=None: emulated_logprobs(np.asarray(tokens[first:], np.int32)).tolist()
 
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
-        named = weights(5)
+        named = emulated_weights(5)
         folder = WeightFolder(tmp_path / "weights")
         held = folder.publish(PolicyVersion(5), named)
         return folder.path(PolicyVersion(5)), held
@@ -176,7 +176,7 @@ def test_requests_end_with_their_turn_and_the_next_turn_continues() -> None:
                         request(
                             trajectory,
                             (3, 10, 14, 7) + (5,) * tokens,
-                            num_prior=tokens,
+                            num_response_tokens=tokens,
                             max_new_tokens=100,
                             keep_kv=True,
                         )
@@ -203,7 +203,7 @@ def test_busy_time_follows_the_cost_model() -> None:
 def test_modules_for_a_weight_update_are_imported_at_startup(tmp_path: Path) -> None:
     """Imports take seconds on a busy machine and would delay the first pull."""
     folder = WeightFolder(tmp_path / "weights")
-    folder.publish(PolicyVersion(0), weights(0))
+    folder.publish(PolicyVersion(0), emulated_weights(0))
     script = (
         "import pickle, sys; from pathlib import Path; from staleflow.stores.trajectory import InstanceId; "
         "from staleflow.tasks.engines import emulated_engine; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
@@ -220,7 +220,7 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
     folder = WeightFolder(tmp_path / "weights")
 
     def load(version: int) -> None:
-        folder.publish(PolicyVersion(version), weights(version))
+        folder.publish(PolicyVersion(version), emulated_weights(version))
         engine.load(PolicyVersion(version), folder.path(PolicyVersion(version)))
         assert engine.version == version
 
@@ -234,7 +234,12 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         before = tokens_of(finished[1])
         context = (3, 10, 14, 7, *before, 50, 51)
         turn = request(
-            1, prompt=context, route_number=2, max_new_tokens=9, num_prior=len(before) + 2, version=PolicyVersion(0)
+            1,
+            prompt=context,
+            route_number=2,
+            max_new_tokens=9,
+            num_response_tokens=len(before) + 2,
+            version=PolicyVersion(0),
         )
         engine.submit([turn])
         again = collect(engine, 1)[1]
@@ -261,7 +266,7 @@ def test_a_load_waits_for_requests_that_were_submitted_before_it(
     folder = WeightFolder(tmp_path / "weights")
     with closing(EmulatedEngine(settings(num_served_versions=2), InstanceId("i"))) as engine:
         engine.submit([request(0)])
-        folder.publish(PolicyVersion(1), weights(1))
+        folder.publish(PolicyVersion(1), emulated_weights(1))
         engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
         assert {s.version for s in collect(engine, 1)[0].segments} == {0}
 

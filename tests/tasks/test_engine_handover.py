@@ -75,6 +75,18 @@ def test_an_orphan_engine_of_other_settings_or_another_run_is_closed(settings: A
     assert not engine._thread.is_alive()
 
 
+def test_an_engine_of_no_run_is_not_reused(settings: Any) -> None:
+    (engine,) = drop_actors([place_instance(settings)])
+    engine_handover.unregister(engine)
+    teacher = lambda: None  # noqa: E731  any object that can be referenced weakly
+    engine_handover.register("", settings, engine, teacher)
+    del teacher
+    then = place_instance(settings)
+    assert engine_of(then) is not engine
+    assert not asyncio.run(then.took_over())
+    assert not engine._thread.is_alive()
+
+
 def test_a_dead_engine_is_not_reused(settings: Any) -> None:
     (engine,) = drop_actors([place_instance(settings)])
     engine.close()

@@ -137,7 +137,11 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         before = engine.load_statistics().cached_tokens
         context = (*PROMPT, *tokens_of(first), *GIVEN)
         engine.submit(
-            [request(0, prompt=context, route_number=2, num_prior=len(context) - len(PROMPT), max_new_tokens=8)]
+            [
+                request(
+                    0, prompt=context, route_number=2, num_response_tokens=len(context) - len(PROMPT), max_new_tokens=8
+                )
+            ]
         )
         second = collect(engine, 1)[0]
         assert engine.load_statistics().cached_tokens - before == 64

@@ -80,7 +80,7 @@ def flat_gradient(model: Any) -> torch.Tensor:
 def test_gradient_matches_one_pass_per_sampled_token(name: str, aggregation: str, tiny_model: Path) -> None:
     loss = entry(LOSSES, name)
     policy_trainer = trainer(
-        tiny_model, loss=loss, aggregation=aggregation, max_length=MAX_LENGTH, microbatch_tokens=40
+        tiny_model, loss=loss, aggregation=aggregation, max_response_tokens=MAX_LENGTH, microbatch_tokens=40
     )
     expected = slow_gradient(trainer(tiny_model).model, rows(), loss, aggregation)
     metrics = policy_trainer.step(0, rows())

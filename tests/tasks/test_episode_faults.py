@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart
-from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, read_value
+from staleflow.tasks.environments.fork_server import BEGIN, ForkServerSettings, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
 from staleflow.tasks.environments.pickled_messages import encode_message
 from staleflow.tasks.episodes.episode_host import EpisodeHost
@@ -316,7 +316,9 @@ async def test_no_fork_or_kill_waits_for_the_fork_server_to_restart(tmp_path: Pa
     (tmp_path / "slow.py").write_text(SLOW)
     go, loading = tmp_path / "go", tmp_path / "loading"
     go.touch()
-    server = ForkServer(ForkSettings(source=f"{tmp_path}/slow.py:Slow", options={}, key="task.source", memory_mib=0))
+    server = ForkServer(
+        ForkServerSettings(source=f"{tmp_path}/slow.py:Slow", options={}, key="task.source", memory_mib=0)
+    )
     server.start()
     number, connection = server.fork()
     assert server._process is not None
@@ -344,7 +346,7 @@ async def test_no_fork_or_kill_waits_for_the_fork_server_to_restart(tmp_path: Pa
 
 ORPHAN = """
 import os, socket, time
-from staleflow.tasks.environments.fork_server import ForkSettings, _run_episode
+from staleflow.tasks.environments.fork_server import ForkServerSettings, _run_episode
 
 local, remote = socket.socketpair()
 if os.fork() == 0:
@@ -353,7 +355,7 @@ if os.fork() == 0:
         local.close()
         while os.getppid() == server:
             time.sleep(0.01)
-        _run_episode(remote, None, ForkSettings(source="", options={}, key="", memory_mib=0), server)
+        _run_episode(remote, None, ForkServerSettings(source="", options={}, key="", memory_mib=0), server)
     os._exit(0)
 remote.close()
 local.settimeout(60)
@@ -369,7 +371,7 @@ def test_a_process_whose_fork_server_died_before_it_began_ends() -> None:
 def test_exit_reports_of_many_processes_do_not_block_the_fork_server(games: Path) -> None:
     """A process reports its exit through a socket that holds a few hundred reports; here more processes exit before a
     report is read."""
-    server = ForkServer(ForkSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
+    server = ForkServer(ForkServerSettings(source=f"{games}:Moody", options={}, key="task.source", memory_mib=0))
     begin = encode_message((BEGIN, EpisodeStart(index=0, held_out=False, seed=1)))
     server.start()
     try:

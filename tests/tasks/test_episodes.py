@@ -21,7 +21,7 @@ from staleflow.tasks.episodes import episode_host
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.sources.task_sources import label_record
+from staleflow.tasks.sources.task_sources import with_origin
 from tests.support.games import GAMES, act, host_episode, play_episode, settings, step_summaries
 from tests.tasks.chat_models import MODELS
 
@@ -306,11 +306,11 @@ async def test_tasks_of_several_sources_use_the_environment_or_scorer_of_each(ga
     config = loading.load(tmp_path / "job.toml")
     assert config.has_environment
     episode_settings = actor_settings.episode_settings(config)
-    assert list(episode_settings.environments) == ["guess", "moody"]
+    assert list(episode_settings.environment_sources) == ["guess", "moody"]
     tasks = {}
     for name, source in config.task.sources.items():
         task = actor_settings.source_settings(config, source).build().task(0)
-        tasks[name] = replace(task, record=label_record(name, task.record))
+        tasks[name] = replace(task, record=with_origin(name, task.record))
     async with host_episode(episode_settings) as (episodes, _):
         await episodes.check()
         assert step_summaries([await act(episodes, tasks["guess"], "8", group=0)]) == higher_summaries("lower")

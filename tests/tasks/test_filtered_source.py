@@ -31,7 +31,7 @@ def settings(tiny_model: Path, tmp_path: Path) -> PromptSettings:
     return PromptSettings(
         tokenizer=str(tiny_model),
         source=SourceSettings(task=TaskConfig(source=f"jsonl:{tmp_path / 'rows.jsonl'}"), seed=0),
-        max_new_tokens=64, context=128, kv_tokens=512, num_held_out=3,
+        max_new_tokens=64, context_length=128, kv_tokens=512, num_held_out=3,
     )  # fmt: skip
 
 

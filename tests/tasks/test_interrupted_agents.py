@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from tests.support.games import host_episode
 from tests.tasks.test_agents import acted, settings
@@ -63,7 +63,7 @@ def request_file(tmp_path: Path) -> Path:
     return tmp_path / "asking.json"
 
 
-def episode_settings(asking: Path) -> EpisodeSettings:
+def episode_settings(asking: Path) -> EpisodeHostSettings:
     command = [sys.executable, "-S", str(asking.with_name("program.py")), str(asking)]
     return settings("agent:command", {"command": command}, step_timeout_s=60.0)
 

@@ -31,7 +31,7 @@ def model_at(path: Path) -> Any:
 
 
 def logprob_model(model: Any) -> LogprobModel:
-    return LogprobModel(model=model, device="cpu", bfloat16=False, temperature=TEMPERATURE, token_budget=10_000)
+    return LogprobModel(model=model, device="cpu", uses_bfloat16=False, temperature=TEMPERATURE, token_budget=10_000)
 
 
 def plain_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +47,8 @@ def plain_logprobs(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.T
 def outcome(model: Any, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[torch.Tensor]:
     """Return logprobs, entropies, and the gradients of a function of them."""
     model.zero_grad()
-    by_token = torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)
-    (by_token * logprobs + by_token.flip(1) * entropy).sum().backward()
+    is_tokenwise = torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)
+    (is_tokenwise * logprobs + is_tokenwise.flip(1) * entropy).sum().backward()
     return [logprobs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
@@ -73,7 +73,9 @@ def test_chunked_logprobs_have_equal_values_and_gradients(
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.lm_head.can_replace_logits
-    for found, wanted in zip(outcome(model, *under._compute(batch, entropy=True).unbind(-1)), expected, strict=True):
+    for found, wanted in zip(
+        outcome(model, *under._compute(batch, with_entropy=True).unbind(-1)), expected, strict=True
+    ):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(under.logprobs(batch).double(), expected[0].double(), rtol=1e-5, atol=1e-6)
 
@@ -100,7 +102,7 @@ def test_logits_in_memory_never_exceed_one_chunk(tiny_model: Path, monkeypatch: 
     assert sum(sizes) == 2 * batch.mask.sum()
 
 
-def by_token(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+def is_tokenwise(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
     """A loss with one term per token."""
     assert entropy is not None
     weight = torch.from_numpy(batch.behaviour)
@@ -114,7 +116,7 @@ def by_row(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 10_000])
-@pytest.mark.parametrize("loss", [by_token, by_row])
+@pytest.mark.parametrize("loss", [is_tokenwise, by_row])
 @pytest.mark.parametrize("packed", [True, False])
 def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loss: Any, tokens: int, packed: bool
@@ -128,7 +130,7 @@ def test_loss_in_chunks_has_the_gradients_of_the_full_loss(
     assert under.packs_rows
     object.__setattr__(under, "padding_reason", "" if packed else "of the test")
     model.zero_grad()
-    result = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
+    result = under.backward(batch, loss, with_entropy=True, is_tokenwise=loss is is_tokenwise)
     torch.testing.assert_close(result.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
     for parameter, wanted in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-6)
@@ -150,7 +152,7 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
         return result
 
     monkeypatch.setattr(under.lm_head, "_logits", counted)
-    under.backward(batch, by_token, entropy=True, by_token=True)
+    under.backward(batch, is_tokenwise, with_entropy=True, is_tokenwise=True)
     assert sum(sizes) == batch.mask.sum()
     assert max(sizes) == 5
     assert order == ["logits", "gradient"] * len(sizes)
@@ -163,7 +165,7 @@ def test_a_row_longer_than_a_chunk_is_recomputed_for_a_sequence_loss(
     under = logprob_model(model)
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", 7 * 4 * model.config.vocab_size)
     sizes = counted_logits(under, monkeypatch)
-    under.backward(batch, by_row, entropy=True, by_token=False)
+    under.backward(batch, by_row, with_entropy=True, is_tokenwise=False)
     counts = (batch.mask > 0).sum(1)
     assert sum(sizes) == counts.sum() + counts[counts > 7].sum()
     assert max(sizes) == 7
@@ -176,7 +178,9 @@ def test_a_rank_without_rows_has_zero_gradients(tiny_model: Path) -> None:
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     model.zero_grad(set_to_none=True)
-    assert logprob_model(model).backward(EMPTY_MICROBATCH, by_row, entropy=True, by_token=False).tolist() == [[0.0]]
+    assert logprob_model(model).backward(EMPTY_MICROBATCH, by_row, with_entropy=True, is_tokenwise=False).tolist() == [
+        [0.0]
+    ]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
@@ -194,7 +198,9 @@ def test_a_model_that_transforms_its_logits_computes_them_itself(tiny_model: Pat
     expected = outcome(model, *plain_logprobs(model, batch))
     under = logprob_model(model)
     assert not under.lm_head.can_replace_logits
-    for found, wanted in zip(outcome(model, *under._compute(batch, entropy=True).unbind(-1)), expected, strict=True):
+    for found, wanted in zip(
+        outcome(model, *under._compute(batch, with_entropy=True).unbind(-1)), expected, strict=True
+    ):
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -225,7 +231,7 @@ def test_recomputed_blocks_have_equal_gradients_and_use_less_memory(tiny_model: 
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            under = logprob_model(model)._compute(batch, entropy=True).unbind(-1)
+            under = logprob_model(model)._compute(batch, with_entropy=True).unbind(-1)
         kept[again] = sum(sizes)
         results[again] = outcome(model, *under)
     for first, second in zip(results[False], results[True], strict=True):

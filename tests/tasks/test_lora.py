@@ -51,14 +51,14 @@ def test_an_adapter_starts_as_the_base_model_and_is_trained_alone(tiny_model: Pa
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
     assert trainer.logprobs(PROBE) == forward_logprobs(base, PROBE)
     begun = published(trainer)
-    layers = adapters.layers(weight_folder.shapes(begun), "the first version")
+    layers = adapters.parse_layers(weight_folder.shapes(begun), "the first version")
     assert len(layers) == 2 * 7  # all linear layers of two blocks, and not the output layer
     assert AdapterLayer("model.layers.1.mlp.down_proj", rank=4, inputs=128, outputs=64) in layers
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)
     trained = published(trainer)
     assert trained.keys() == begun.keys()
-    assert all(not torch.equal(trained[layer.up], begun[layer.up]) for layer in layers)
+    assert all(not torch.equal(trained[layer.up_name], begun[layer.up_name]) for layer in layers)
     frozen = {name: p for name, p in trainer.model.named_parameters() if ".lora_" not in name}
     values = dict(base.named_parameters())
     assert all(torch.equal(p, values[name.replace(".base_layer", "")]) for name, p in frozen.items())
@@ -131,7 +131,7 @@ def test_resume_point_of_a_full_model_is_rejected_for_an_adapter(tiny_model: Pat
 def test_lora_targets_choose_the_layers(tiny_model: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
     chosen = with_adapter(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
-    layers = adapters.layers(weight_folder.shapes(published(PolicyTrainer(chosen.settings))), "it")
+    layers = adapters.parse_layers(weight_folder.shapes(published(PolicyTrainer(chosen.settings))), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
         PolicyTrainer(with_adapter(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
@@ -196,7 +196,7 @@ def test_default_targets_are_linear_layers_in_every_family(
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
         trainer.step(step, rows)
-    layers = adapters.layers(weight_folder.shapes(published(trainer)), "it")
+    layers = adapters.parse_layers(weight_folder.shapes(published(trainer)), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == last_parts
     trainer.apply_to_weights(lambda weights: weight_file.write(tmp_path / "weights", weights))
     settings = model_settings(tmp_path / "model") | {"lora": LORA, "num_served_versions": 2}
@@ -212,11 +212,11 @@ def test_default_targets_are_linear_layers_in_every_family(
 
 def test_tensors_that_are_not_an_adapter_are_rejected() -> None:
     down, up = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
-    assert adapters.layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
+    assert adapters.parse_layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
     for shapes, message in (
         ({"x.weight": (2, 2)}, r"f: x.weight \(2, 2\) is not part of an adapter"),
         ({down: (2, 8)}, r"f: the adapter of x is incomplete: A is \(2, 8\), B is None"),
         ({down: (2, 8), up: (6, 3)}, r"f: the adapter of x is incomplete"),
     ):
         with pytest.raises(StoreError, match=message):
-            adapters.layers(shapes, "f")
+            adapters.parse_layers(shapes, "f")

@@ -236,14 +236,14 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
         assert tokens.logprobs.grad is not None
         for i in range(len(TURNS)):
             picked = tokens.sampled[i]
-            by_token = weight[i][picked].numpy()
+            is_tokenwise = weight[i][picked].numpy()
             base = tokens.logprobs[i][picked].tolist()
             expected = []
             for t in range(len(base)):
                 sides = []
                 for sign in (1, -1):
                     moved = [x + sign * step * (j == t) for j, x in enumerate(base)]
-                    sides.append(float(np.dot(by_token, SLOW[name](agent_args(tokens, i, moved), loss))))
+                    sides.append(float(np.dot(is_tokenwise, SLOW[name](agent_args(tokens, i, moved), loss))))
                 expected.append((sides[0] - sides[1]) / (2 * step))
             np.testing.assert_allclose(tokens.logprobs.grad[i][picked].numpy(), expected, rtol=1e-6, atol=1e-7)
         # Tokens reported as clipped by PPO have no gradient; those with a limited weight have one.
@@ -253,14 +253,14 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_by_token_losses_are_equal_on_part_of_a_row(name: str, ratio_of: str) -> None:
-    """Losses with by_token = False must depend on other tokens."""
+    """Losses with is_tokenwise = False must depend on other tokens."""
     loss, there, same = loss_of(name, ratio_of), slice(2, 5), True
     for seed in range(5):
         tokens = draw_tokens(seed)
         cut = replace(tokens, **{f: getattr(tokens, f)[:, there] for f in BY_TOKEN})
         whole, part = loss.token_loss(tokens).loss[:, there], loss.token_loss(cut).loss
         same &= torch.allclose(whole[cut.sampled], part[cut.sampled], rtol=1e-12)
-    assert same == loss.by_token
+    assert same == loss.is_tokenwise
 
 
 @pytest.mark.parametrize("name", LOSSES.names)

@@ -217,7 +217,7 @@ def trainer(tiny_model: Any, **changes: Any) -> Any:
     }  # fmt: skip
     base: dict[str, Any] = {
         "model": str(tiny_model), "dtype": "float32", "device": "cpu", "num_steps": 10, "temperature": 1.0,
-        "max_length": 20, "seed": 0,
+        "max_response_tokens": 20, "seed": 0,
     }  # fmt: skip
     return PolicyTrainer(TrainerSettings(**(base | changes), training=TrainingConfig(**training)))
 

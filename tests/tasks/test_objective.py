@@ -16,7 +16,7 @@ from staleflow.stores.weights import weight_file
 from staleflow.tasks.training.lm_head import target_logprobs
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Kimi, Loss, PpoClip, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import Row, microbatches
-from staleflow.tasks.training.objective import Objective, penalty, with_finite_logprobs
+from staleflow.tasks.training.objective import Objective, kl_estimates, with_finite_logprobs
 from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
@@ -84,7 +84,7 @@ def test_kl_penalty_in_the_reward_is_charged_to_the_token_and_those_before_it(es
 def test_extreme_kl_estimates_have_gradients_toward_the_reference(estimator: str) -> None:
     """The k3 estimator grows without limit far below the reference and is truncated there."""
     logprobs = torch.tensor([[-1.0, -200.0, -1.0]], requires_grad=True)
-    result = penalty(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
+    result = kl_estimates(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
     assert result.isfinite().all()
     (gradient,) = torch.autograd.grad(result.sum(), logprobs)
     assert gradient[0, 0] > 0
@@ -95,7 +95,7 @@ def test_extreme_kl_estimates_have_gradients_toward_the_reference(estimator: str
 
 def test_kl_estimate_far_below_the_reference_is_at_most_ten() -> None:
     """One token at -18 nats gave a penalty of 3e6; verl, ROLL and slime also limit it to 10."""
-    result = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
+    result = kl_estimates("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
     assert result.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
 
 
@@ -113,7 +113,7 @@ def test_a_square_penalty_bounds_an_extreme_policy() -> None:
 
 def test_entropy_is_finite_for_logits_of_minus_infinity() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
-    result = target_logprobs(logits, torch.tensor([1]), entropy=True)
+    result = target_logprobs(logits, torch.tensor([1]), with_entropy=True)
     expected = torch.distributions.Categorical(logits=logits.detach()[:, :2]).entropy()
     torch.testing.assert_close(result[:, 1], expected)
     (gradient,) = torch.autograd.grad(result.sum(), logits)
@@ -153,7 +153,7 @@ def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
     loss = entry(LOSSES, name)
     kl = KlConfig(coefficient=coefficient, place=place)
     whole = Objective.of(TrainingConfig(loss=loss, kl=kl))
-    assert whole.by_token is (loss.by_token and not (place == "reward" and coefficient > 0))
+    assert whole.is_tokenwise is (loss.is_tokenwise and not (place == "reward" and coefficient > 0))
     assert whole.needs_reference is (coefficient > 0)
 
 
@@ -216,7 +216,7 @@ def test_batch_entropy_matches_the_distributions_at_the_temperature(tiny_model: 
     (row,) = rows(1)
     policy_trainer = trainer(tiny_model, temperature=2.0)
     (batch,) = microbatches([row], [0], np.ones(1, np.float32), 1000)
-    logprobs, entropy = policy_trainer.logprob_model._compute(batch, entropy=True).unbind(-1)
+    logprobs, entropy = policy_trainer.logprob_model._compute(batch, with_entropy=True).unbind(-1)
     torch.testing.assert_close(logprobs, policy_trainer.logprob_model.logprobs(batch))
     every = (
         policy_trainer.model(input_ids=torch.from_numpy(batch.input_ids)).logits[0, batch.response_start : -1].double()

@@ -30,7 +30,7 @@ from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_params
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
-from staleflow.tasks.sources.task_sources import NamedSource, SourceSettings
+from staleflow.tasks.sources.task_sources import NamedSourceSettings, SourceSettings
 from tests.stores.test_in_flight import drawn, flight, routed
 from tests.stores.test_in_flight_turns import ID, sampled
 from tests.support.segments import sampled_segment
@@ -79,7 +79,7 @@ def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bo
     settings = PromptSettings(
         tokenizer=name,
         source=SourceSettings(task=TaskConfig(source=f"jsonl:{folder / 'rows.jsonl'}", chat=chat), seed=0),
-        max_new_tokens=10, context=10_000, kv_tokens=10_000, num_held_out=0,
+        max_new_tokens=10, context_length=10_000, kv_tokens=10_000, num_held_out=0,
     )  # fmt: skip
     return TokenizedPrompts(settings, ChatTokenizer(tokenizer))
 
@@ -93,7 +93,7 @@ def test_token_ids_of_an_agent_are_used_unchanged(tmp_path: Path) -> None:
     ids = (3, 200, 7)
     assert result.encode(task(directions=TurnParams(token_ids=ids))) == ids
     text = TurnParams(token_ids=(9, 9), max_tokens=4).prepend_to(())
-    assert result.bridge_tokens([1], [2], text, 1) == [9, 9]
+    assert result.bridge_tokens([1], [2], text) == [9, 9]
     assert role_of(text) == "agent"
     assert split_params(text)[0].max_tokens == 4
 
@@ -101,7 +101,7 @@ def test_token_ids_of_an_agent_are_used_unchanged(tmp_path: Path) -> None:
 def test_tool_definitions_are_rendered_by_the_template_or_rejected(tmp_path: Path) -> None:
     asked = task(Message("user", "1 + 2"), directions=TurnParams(tools=TOOLS))
     result = prompts(tmp_path, template=WITH_TOOLS)
-    text = ChatTokenizer(chat_tokenizer("smollm2")).text(result.encode(asked), special=True)
+    text = ChatTokenizer(chat_tokenizer("smollm2")).text(result.encode(asked), keep_special=True)
     assert text.startswith('<|im_start|>system\n[{"type": "function"')
     assert text.endswith("<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="the chat template leaves out the definitions of tools"):
@@ -244,7 +244,7 @@ def test_messages_that_continue_a_conversation_wrongly_are_an_error_of_an_agents
 def test_the_sources_of_agents_are_known_by_their_numbers(tmp_path: Path) -> None:
     settings = prompts(tmp_path)._settings
     named = [
-        NamedSource(
+        NamedSourceSettings(
             name=source, settings=SourceSettings(task=TaskConfig(source=source), seed=0), num_held_out=0,
             max_new_tokens=10, reward="",
         )

@@ -13,16 +13,16 @@ from staleflow.pipeline.config.loading import load
 from staleflow.pipeline.stored_runs import reward_rescoring
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment
-from staleflow.tasks.training.advantage import DrGrpo, Overlong
-from staleflow.tasks.training.batches import batch_metrics, consumed_rows
+from staleflow.tasks.training.advantage import DrGrpo, OverlongPenalty
+from staleflow.tasks.training.batches import batch_metrics, rows_with_advantages
 from tests.stores.store_conformance import ended, record
 
-NONE = Overlong(ramp_tokens=0, penalty=1.0, max_length=50)
+NONE = OverlongPenalty(ramp_tokens=0, penalty=1.0, max_length=50)
 
 
 def test_overlong_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
     lengths = np.arange(60)
-    result = Overlong(ramp_tokens=20, penalty=0.5, max_length=50).penalties(lengths)
+    result = OverlongPenalty(ramp_tokens=20, penalty=0.5, max_length=50).penalties(lengths)
     expected = [0.0 if n <= 30 else 0.5 if n > 50 else 0.5 * (n - 30) / 20 for n in range(60)]
     np.testing.assert_allclose(result, expected)
     assert not NONE.penalties(lengths).any()
@@ -36,11 +36,11 @@ def test_overlong_penalty_changes_the_advantage_and_not_the_reward() -> None:
         first = next(s for s in t.spans if isinstance(s, Segment))
         segment = replace(first, tokens=np.zeros(length, np.int32), logprobs=np.zeros(length, np.float32))
         batch.append(replace(t, spans=(segment,), reward=1.0, error=""))
-    shaped = consumed_rows(1, batch, 4, DrGrpo(), Overlong(ramp_tokens=20, penalty=1.0, max_length=50))
+    shaped = rows_with_advantages(1, batch, 4, DrGrpo(), OverlongPenalty(ramp_tokens=20, penalty=1.0, max_length=50))
     np.testing.assert_allclose([e.advantage for e in shaped], np.array([1.0, 0.5, 0.25, 0.0]) - 1.75 / 4, atol=1e-6)
     assert {e.trajectory.reward for e in shaped} == {1.0}
     assert batch_metrics(shaped, 4)["advantage_std"] > 0 == batch_metrics(shaped, 4)["groups_with_signal"]
-    assert not any(e.advantage for e in consumed_rows(1, batch, 4, DrGrpo(), NONE))
+    assert not any(e.advantage for e in rows_with_advantages(1, batch, 4, DrGrpo(), NONE))
 
 
 def test_advantages_of_new_rewards_include_the_overlong_penalty(tmp_path: Path) -> None:

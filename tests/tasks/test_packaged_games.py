@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task, distinct_held_out
 from staleflow.tasks.settings.task_config import TaskConfig
@@ -21,14 +21,14 @@ from staleflow.tasks.sources.task_sources import SourceSettings
 LIMITS = EnvironmentConfig(step_timeout_s=60)
 
 
-def settings(source: str, **options: Any) -> EpisodeSettings:
-    return EpisodeSettings(
+def settings(source: str, **options: Any) -> EpisodeHostSettings:
+    return EpisodeHostSettings(
         source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, environment_config=LIMITS)
     )
 
 
 def play_on_two_hosts(
-    made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True
+    made: EpisodeHostSettings, turns: Sequence[str], *, repeatable: bool = True
 ) -> tuple[Task, list[HostedStepResult]]:
     """Return a task and the results of these turns; repeatable environments are also replayed on another host."""
     task = made.source.build().task(0)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.models.model_families import make_family_model
 from staleflow.pipeline.config.model_files import format_context_length, read_context_length
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.context_length import context_of
+from staleflow.tasks.engines.context_length import context_length_of
 from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training import packed_attention
 from staleflow.tasks.training.blocks import one_block_per_kind
@@ -47,7 +47,7 @@ def model(kind: str, config: str, **changes: Any) -> Any:
 
 def logprobs_and_gradients(policy_model: Any, *, packed: bool) -> list[torch.Tensor]:
     """Return logprobs and gradients of a ragged batch."""
-    under = LogprobModel(model=policy_model, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=policy_model, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
     if not packed:
         object.__setattr__(under, "padding_reason", "of the test")
     rows = ragged_rows(9, np.random.default_rng(3))
@@ -91,10 +91,10 @@ def test_packed_rows_longer_than_a_window_match_the_attention_of_the_model(famil
     own, packed = (load_model(str(tmp_path), "float32", "cpu", attention="sdpa") for _ in range(2))
     rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
     rows.append(row_of(70))
-    expected = LogprobModel(model=own, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    expected = LogprobModel(model=own, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
     object.__setattr__(expected, "padding_reason", "of the test")
     own.set_attn_implementation("sdpa")
-    under = LogprobModel(model=packed, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=packed, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
     assert under.packs_rows, under.padding_reason
     together, alone = under.row_logprobs(rows, range(5)), under.row_logprobs(rows, [4])
     for i, logprobs in expected.row_logprobs(rows, range(5)).items():
@@ -139,11 +139,11 @@ def test_one_kernel_for_all_rows_matches_a_call_for_each(
     make_family_model(family, tmp_path)
     rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
     rows += [row_of(70), row_of(9)]
-    (batch,) = microbatches(rows, range(6), np.ones(6, np.float32), 10_000, unpadded=True)
+    (batch,) = microbatches(rows, range(6), np.ones(6, np.float32), 10_000, is_packed=True)
 
     def logprobs_and_gradient() -> list[torch.Tensor]:
         loaded = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
-        under = LogprobModel(model=loaded, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+        under = LogprobModel(model=loaded, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
         assert under.packs_rows, under.padding_reason
         logprobs = under.logprobs(batch)
         (logprobs * torch.linspace(-1, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
@@ -168,7 +168,7 @@ def test_models_with_chunked_attention_or_sinks_keep_their_attention(family: str
     make_family_model(family, tmp_path)
     kept = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
     before = kept.config._attn_implementation
-    under = LogprobModel(model=kept, device="cpu", bfloat16=False, temperature=1.0, token_budget=1000)
+    under = LogprobModel(model=kept, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=1000)
     assert under.padding_reason == reason
     assert kept.config._attn_implementation == before
 
@@ -267,12 +267,12 @@ def test_the_context_ends_where_longrope_depends_on_the_microbatch(tmp_path: Pat
     result = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
     result.save_pretrained(tmp_path)
     context = read_context_length(tmp_path, "of the test")
-    assert context == context_of(result.config.to_dict()) == 80
+    assert context == context_length_of(result.config.to_dict()) == 80
     assert format_context_length(result.config.to_dict()) == (
         "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
     )
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))
-    under = LogprobModel(model=result, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=result, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
     assert not under.padding_reason
     assert under.max_row_length == context
     with pytest.raises(ConfigError, match=r"have 81 tokens: beyond 80 .* lower rollout\.max_new_tokens, or leave such"):

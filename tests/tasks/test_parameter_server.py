@@ -19,8 +19,8 @@ from staleflow.tasks.actors.parameter_server import (
     MAX_PIECES_IN_MEMORY,
     FetchProgress,
     ParameterServer,
-    Source,
-    mean_difference,
+    WeightSource,
+    mean_absolute_difference,
 )
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
@@ -133,7 +133,7 @@ class Host:
 
     async def fetch(self, num_bytes: int, *sources: Host) -> bytes:
         """Call `ensure` until the version is on this host, as the driver does."""
-        named = tuple(Source(f"parameters-{i}", source) for i, source in enumerate(sources))
+        named = tuple(WeightSource(f"parameters-{i}", source) for i, source in enumerate(sources))
         while not (fetched := await self.server.ensure_version(V4, num_bytes, named)).path:
             pass
         return Path(fetched.path).read_bytes()
@@ -331,10 +331,10 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
     source.fault = source_dies
-    await target.server.ensure_version(V4, 70, (Source("one", source),))
+    await target.server.ensure_version(V4, 70, (WeightSource("one", source),))
     await asyncio.sleep(2 * CALL_S)
     assert not target.server._fetch_tasks
-    await target.server.ensure_version(V4, 70, (Source("one", source),))
+    await target.server.ensure_version(V4, 70, (WeightSource("one", source),))
     await target.server.close()
     gc.collect()
     assert reported == []
@@ -343,7 +343,7 @@ async def test_the_error_of_an_abandoned_fetch_is_not_logged(tmp_path: Path) -> 
 async def test_fetch_progress_is_returned_while_a_version_arrives(tmp_path: Path) -> None:
     source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
     source.fault = fault_after(6, source_is_silent)
-    answer = await target.server.ensure_version(V4, 70, (Source("one", source),))
+    answer = await target.server.ensure_version(V4, 70, (WeightSource("one", source),))
     assert answer == FetchProgress(path="", num_bytes=42)
     assert asyncio.get_running_loop().time() == pytest.approx(2.0)
     await target.server.close()
@@ -363,4 +363,4 @@ async def test_a_full_disk_is_a_local_store_error(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("engine", "mean"), [((), 0.0), ((-1.5,), 0.5), ((-1.5, -1.0, 1.0), (0.5 + 0.0 + 2.0) / 3)])
 def test_the_drift_is_the_mean_difference_of_the_logprobs(engine: tuple[float, ...], mean: float) -> None:
-    assert mean_difference((-1.0,) * len(engine), engine) == mean
+    assert mean_absolute_difference((-1.0,) * len(engine), engine) == mean

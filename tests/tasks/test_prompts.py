@@ -75,7 +75,7 @@ def test_each_source_is_rendered_with_its_settings(tiny_model: Path, tmp_path: P
     tasks = [prompts.tasks([1], source)[0] for source in (0, 1)]
     assert [prompts.text(prompts.encode(task)) for task in tasks] == ["so2", "-2;="]
     said = [Message("user", "3")]
-    between = [prompts.text(prompts.bridge_tokens([], [], said, 1, source)) for source in (0, 1)]
+    between = [prompts.text(prompts.bridge_tokens([], [], said, source)) for source in (0, 1)]
     assert between[0] != between[1]
     assert [prompts.text(prompts.render(said, source)) for source in (0, 1)] == [between[0], "-3;="]
 

@@ -17,7 +17,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.base import Engine
-from staleflow.tasks.engines.emulated_engine import EmulatedEngine, weights, word_logprobs
+from staleflow.tasks.engines.emulated_engine import EmulatedEngine, emulated_logprobs, emulated_weights
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.support.random_episodes import MAX_TOKENS, Plan, Subject, plans, play
 from tests.tasks import test_engine_emulated, test_engine_transformers
@@ -84,13 +84,13 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
 
     def file(version: int) -> Path:
         if version not in folder.versions():
-            folder.publish(PolicyVersion(version), weights(version))
+            folder.publish(PolicyVersion(version), emulated_weights(version))
         return folder.path(PolicyVersion(version))
 
     yield Subject(
         engine=engine,
         weights=file,
-        logprobs=lambda tokens, first, versions: word_logprobs(np.asarray(tokens[first:], np.int32)).tolist(),
+        logprobs=lambda tokens, first, versions: emulated_logprobs(np.asarray(tokens[first:], np.int32)).tolist(),
         check_idle=check_idle,
     )
     for number in list(values):

@@ -27,7 +27,7 @@ from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split, rank_group
 from staleflow.tasks.training.blocks import blocks
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split import split_microbatches
+from staleflow.tasks.training.microbatch_split import split_by_length
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -47,7 +47,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 200))
 def test_every_row_is_in_one_part_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    batches = split_microbatches(lengths, ranks, budget)
+    batches = split_by_length(lengths, ranks, budget)
     assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(lengths)))
     for batch in batches:
         sizes = [len(part) for part in batch]
@@ -61,7 +61,7 @@ def test_every_row_is_in_one_part_within_the_budget(lengths: list[int], ranks: i
 @given(lengths=LENGTHS, ranks=st.integers(2, 5), budget=st.integers(1, 200))
 def test_parts_of_the_ranks_take_about_equal_time(lengths: list[int], ranks: int, budget: int) -> None:
     """Parts of a batch have equal numbers of rows, except one, and neighbouring lengths."""
-    for batch in split_microbatches(lengths, ranks, budget):
+    for batch in split_by_length(lengths, ranks, budget):
         rows = [[lengths[i] for i in part] for part in batch]
         everything = sorted(n for part in rows for n in part)
         spread = everything[-1] - everything[0]
@@ -88,7 +88,7 @@ def test_the_split_of_sorted_rows_is_optimal(lengths: list[int], ranks: int, bud
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PASS_OVERHEAD_TOKENS", "GATHER_OVERHEAD_TOKENS"):
             patch.setattr(microbatch_split, name, overhead)
-        batches = split_microbatches(lengths, ranks, budget)
+        batches = split_by_length(lengths, ranks, budget)
     padded = [max(len(part) for part in batch) * max(lengths[i] for part in batch for i in part) for batch in batches]
     assert sum(padded) + overhead * len(batches) == min(prices)
 
@@ -141,7 +141,7 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
     )
     settings = TrainerSettings(
         model=str(model), dtype="float32", device="cpu", training=config, num_steps=STEPS, temperature=1.0,
-        max_length=24, seed=0,
+        max_response_tokens=24, seed=0,
     )  # fmt: skip
     return Training(settings, tuple(ragged_rows(size, rng) for size in sizes))
 
@@ -424,7 +424,7 @@ def save_apart(rank: Rank, job: Training, folder: Path) -> str:
 
 def wait_for_late_rank(rank: Rank) -> str:
     """Return the outcome on each rank when the other rank is late for a collective."""
-    told = RankGroup(rank, collective_s=15.0)  # they have as long to find each other
+    told = RankGroup(rank, collective_timeout_s=15.0)  # they have as long to find each other
     if not rank.leads:
         time.sleep(60.0)
         return ""

@@ -82,8 +82,8 @@ def make_server(world: World, folder: Path, *overrides: str) -> Any:
     return server_class(world)(settings, 0.0)
 
 
-def make_instance(world: World, name: str = "one", spool_s: float = 0.0) -> VirtualRolloutInstance:
-    return VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
+def make_instance(world: World, name: str = "one", delivery_interval_s: float = 0.0) -> VirtualRolloutInstance:
+    return VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, delivery_interval_s)
 
 
 async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_trajectory(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_a_request_of_a_branch_has_its_context_and_the_prompt_of_its_traje
     assert isinstance(asked, Request) and isinstance(whole, Request)
     prompt, response = tuple(branching.prompt_tokens), tuple(branching.response_tokens)
     assert asked.tokens == tuple(branching.context) != (*prompt, *response)
-    assert whole.tokens == (*prompt, *response[: whole.num_prior])
+    assert whole.tokens == (*prompt, *response[: whole.num_response_tokens])
     assert asked.prompt_tokens == whole.prompt_tokens == prompt
     cut = replace(branching, spans=branching.spans[:1])  # in the middle of its first turn
     further = build_request(cut, route_item(2), settings, None, 30, NO_STOP)
@@ -156,7 +156,9 @@ async def test_no_token_sampled_with_scrambled_weights_is_delivered(
     """Requests finish under the wrong weights before the fingerprint comparison is done, while events are polled."""
     config = loading.load(job, ("rollout.max_new_tokens=100",))
     server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-    instance = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
+    instance = RolloutInstance(
+        actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, delivery_interval_s=0.01
+    )
     engine: Any = instance._engine
     load, named = engine.load, dict(engine._model.named_parameters())
 
@@ -307,7 +309,9 @@ async def test_a_lost_instance_loses_only_tokens_since_its_last_delivery(tmp_pat
     """Another instance continues from there, and delivered tokens are stored once with their version."""
     world = World(length=lambda _: 90)
     server = make_server(world, tmp_path)
-    lost, other = (make_instance(world, name, spool_s) for name, spool_s in (("lost", 1.0), ("other", 0.0)))
+    lost, other = (
+        make_instance(world, name, delivery_interval_s) for name, delivery_interval_s in (("lost", 1.0), ("other", 0.0))
+    )
     await server.draw(0, 1)
     await lost.route(server, (route_item(0, 1), route_item(1, 1)))
     delivered: dict[int, list[int]] = {0: [], 1: []}

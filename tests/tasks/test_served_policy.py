@@ -69,7 +69,7 @@ async def test_requests_with_the_right_key_are_answered_independently() -> None:
 
     async def work() -> None:
         policy = ServedPolicy(
-            engine, TEXTS, "secret", chat=False, template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
+            engine, TEXTS, "secret", chat=False, observation_template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
         )  # fmt: skip
         server = EndpointServer(EndpointSettings(model="mine"), policy)
         await server.start()
@@ -214,7 +214,7 @@ async def test_a_prompt_is_scored_with_echo(tiny_model: Path) -> None:
         assert only["logprobs"]["token_logprobs"][1:] == pytest.approx(
             replies[0].json()["choices"][0]["logprobs"]["token_logprobs"][1:-1], abs=1e-4
         )
-        assert only["text"] == load_chat_tokenizer(str(tiny_model)).text(prompts[0], special=True)
+        assert only["text"] == load_chat_tokenizer(str(tiny_model)).text(prompts[0], keep_special=True)
 
 
 async def test_completions_that_are_not_understood_are_refused(tiny_model: Path) -> None:
@@ -262,7 +262,7 @@ class Silent(Echo):
 
 def serve_silently(engine: Silent) -> ServedPolicy:
     return ServedPolicy(
-        engine, TEXTS, "secret", chat=False, template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
+        engine, TEXTS, "secret", chat=False, observation_template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -21,13 +21,13 @@ from staleflow.tasks.training.loss import LOSSES
 from staleflow.tasks.training.microbatch_split import (
     GATHER_OVERHEAD_TOKENS,
     PASS_OVERHEAD_TOKENS,
+    split_by_length,
     split_by_prompt,
-    split_microbatches,
 )
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import SINGLE_RANK
-from staleflow.tasks.training.shared_prompts import PackedLayout, cost_tokens, equal_indices, should_share
+from staleflow.tasks.training.shared_prompts import PackedLayout, cost_tokens, indices_of_equal_keys, should_share
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import run_ranks
@@ -77,7 +77,7 @@ def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
 
 def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
     """Return the gradients of a loss over all tokens, the logprobs of each row, and the tokens of each pass."""
-    under = LogprobModel(model=policy_model, device="cpu", bfloat16=False, temperature=0.7, token_budget=budget)
+    under = LogprobModel(model=policy_model, device="cpu", uses_bfloat16=False, temperature=0.7, token_budget=budget)
     assert under.packs_rows
     passes = list[int]()
     handle = policy_model.register_forward_pre_hook(
@@ -87,7 +87,7 @@ def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) 
     policy_model.zero_grad()
     logprobs = dict[int, Any]()
     for batch in under.microbatches(rows, range(len(rows)), weights):
-        given = under.backward(batch, loss_of, entropy=True, by_token=True)
+        given = under.backward(batch, loss_of, with_entropy=True, is_tokenwise=True)
         logprobs |= {i: given[k][torch.from_numpy(batch.mask[k] > 0)] for k, i in enumerate(batch.row_indices)}
     handle.remove()
     return [*(logprobs[i] for i in range(len(rows))), *(p.grad.clone() for p in policy_model.parameters())], passes
@@ -121,7 +121,7 @@ def test_rows_with_a_shared_prompt_have_the_logprobs_of_separate_rows(
 def test_a_model_with_padded_rows_does_not_share_prompts() -> None:
     """Its attention has a logit cap, which the packed attention does not support."""
     result = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
-    under = LogprobModel(model=result, device="cpu", bfloat16=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=result, device="cpu", uses_bfloat16=False, temperature=1.0, token_budget=10_000)
     assert not under.packs_rows
     rows = group(20, (4, 9, 3))
     together = under.row_logprobs(rows, range(3))
@@ -137,8 +137,8 @@ def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: An
         microbatch_tokens=90, learning_rate=1e-5, loss=entry(LOSSES, loss), aggregation=aggregation, **changes
     )
     settings = TrainerSettings(
-        model=str(path), dtype="float32", device="cpu", training=config, num_steps=2, temperature=1.0, max_length=40,
-        seed=0,
+        model=str(path), dtype="float32", device="cpu", training=config, num_steps=2, temperature=1.0,
+        max_response_tokens=40, seed=0,
     )  # fmt: skip
     rows = BATCHES["ragged groups"]
     return Training(settings, (tuple(rows), tuple(rows[3:] + group(33, (6, 2, 9)))))
@@ -173,7 +173,7 @@ def flat(groups: Sequence[tuple[int, Sequence[int]]]) -> tuple[list[list[int]], 
     """Return the rows of each prompt and the lengths of each row."""
     numbers = [number for number, (_, rests) in enumerate(groups) for _ in rests]
     prompts = [prompt for prompt, rests in groups for _ in rests]
-    return equal_indices(numbers), prompts, [rest for _, rests in groups for rest in rests]
+    return indices_of_equal_keys(numbers), prompts, [rest for _, rests in groups for rest in rests]
 
 
 def count(part: Sequence[int], same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> int:
@@ -235,20 +235,20 @@ def test_a_split_by_prompt_takes_no_longer_than_one_by_length(
     def time_tokens(batches: list[tuple[tuple[int, ...], ...]]) -> int:
         return sum(max(count(part, same, prompts, rests) for part in batch) + overhead for batch in batches)
 
-    by_length = split_microbatches([p + r for p, r in zip(prompts, rests, strict=True)], ranks, budget)
+    by_length = split_by_length([p + r for p, r in zip(prompts, rests, strict=True)], ranks, budget)
     assert time_tokens(split_by_prompt(same, prompts, rests, ranks, budget)) <= time_tokens(by_length)
 
 
 def test_groups_stay_together_when_that_takes_no_extra_part() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 4)
-    batches = split_by_prompt(same, prompts, rests, ranks=1, token_budget=330)
+    batches = split_by_prompt(same, prompts, rests, num_ranks=1, token_budget=330)
     assert len(batches) == 2
     assert all(sum(set(run) <= set(part) for (part,) in batches) == 1 for run in same)
 
 
 def test_two_ranks_get_equal_work() -> None:
     same, prompts, rests = flat([(50, (10, 30, 20, 5))] * 8)
-    ((first, second),) = split_by_prompt(same, prompts, rests, ranks=2, token_budget=900)
+    ((first, second),) = split_by_prompt(same, prompts, rests, num_ranks=2, token_budget=900)
     assert count(first, same, prompts, rests) == count(second, same, prompts, rests)
 
 

@@ -158,7 +158,7 @@ def test_sampled_step_metrics_are_unbiased_with_correct_standard_errors() -> Non
         sums = TokenSums()
         add_tokens(sums, tokens, np.arange(40))
         picked = 40 + rng.choice(160, 24, replace=False)
-        sample = RowSample(rows=add_tokens(sums, tokens, picked, 160 / 24), population=160)
+        sample = RowSample(rows=add_tokens(sums, tokens, picked, 160 / 24), population_size=160)
         results.append(sums.metrics(1, sample))
     for name in ("ess", "entropy", "kl_behaviour"):
         values, errors = (np.asarray([m[key] for m in results]) for key in (name, f"{name}_stderr"))

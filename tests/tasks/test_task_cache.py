@@ -18,7 +18,7 @@ async def test_the_record_of_a_group_that_ends_while_records_are_read_is_not_kep
     def tasks_of(groups: Iterable[GroupId]) -> dict[GroupId, tuple[int, int]]:
         return {group: tasks[group] for group in groups if group in tasks}
 
-    workload = RandomWorkload(WorkloadConfig(), members=2, max_tokens=100, seed=0)
+    workload = RandomWorkload(WorkloadConfig(), members_per_group=2, max_tokens=100, seed=0)
     cache = TaskCache(EmulatedPrompts(workload), (), tasks_of)
     reading = asyncio.ensure_future(cache.records(list(tasks)))
     await asyncio.sleep(0)  # the records are being read in a thread

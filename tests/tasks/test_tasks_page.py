@@ -11,9 +11,9 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHostSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
-from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
+from staleflow.tasks.episodes.tools import ToolEpisode, load_tools
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
 from tests.support.games import host_episode
@@ -33,7 +33,7 @@ async def test_the_environments_of_the_page_are_played(name: str, heading: str, 
     source = SourceSettings(task=TaskConfig(source=f"{tmp_path}/games.py:{name}"), seed=0)
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
-    async with host_episode(EpisodeSettings(source=source)) as (episodes, _):
+    async with host_episode(EpisodeHostSettings(source=source)) as (episodes, _):
         await episodes.check()
         low, high = 1, 20
         turns: list[str] = []
@@ -58,7 +58,7 @@ def test_the_job_with_tools_is_valid() -> None:
 async def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text("".join(blocks("Tools", "python")))
     config = EnvironmentConfig(tools=["calculator", f"{tmp_path}/tools.py:capital"])
-    tools = tools_of(config)
+    tools = load_tools(config)
 
     async def answer(turn: str) -> list[str]:
         text = await ToolEpisode({}, tools, config).step(turn, truncated=False, last=False)

@@ -60,7 +60,7 @@ def teach(data: Sequence[Row], engine_settings: Any, temperature: float = 1.0) -
             await teacher.close()
 
     asyncio.run(score())
-    return [replace(row, reference=server.logprobs[i]) for i, row in enumerate(data)]
+    return [replace(row, reference_logprobs=server.logprobs[i]) for i, row in enumerate(data)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,9 +80,9 @@ def test_logprobs_are_those_of_one_forward_pass_for_each_token(
             with torch.no_grad():
                 logits = model(input_ids=context).logits[0, -1] / temperature
             expected[token] = float(logits.log_softmax(-1)[int(ids[position])])
-        assert row.reference is not None
-        np.testing.assert_allclose(row.reference, expected, atol=2e-5)
-        assert row.reference.dtype == np.float32
+        assert row.reference_logprobs is not None
+        np.testing.assert_allclose(row.reference_logprobs, expected, atol=2e-5)
+        assert row.reference_logprobs.dtype == np.float32
 
 
 OBJECTIVES: dict[str, tuple[Loss, dict[str, Any]]] = {
@@ -106,13 +106,13 @@ def test_the_gradient_with_stored_logprobs_is_that_of_a_trainer_with_the_referen
     def gradient(batch: list[Row], **changes: Any) -> torch.Tensor:
         policy_trainer = trainer(tiny_model, loss=loss, **changes)
         policy_trainer.step(0, batch)
-        assert (policy_trainer.reference is None) == changes.get("stored_reference", False)
+        assert (policy_trainer.reference is None) == changes.get("has_stored_reference", False)
         return torch.cat([p.grad.flatten() for p in policy_trainer.model.parameters()])
 
     expected = gradient(data, kl=KlConfig(**kl, reference=reference))
-    stored = {"kl": KlConfig(**kl, reference="not there"), "stored_reference": True}
+    stored = {"kl": KlConfig(**kl, reference="not there"), "has_stored_reference": True}
     torch.testing.assert_close(gradient(taught, **stored), expected, atol=1e-5, rtol=1e-3)
-    shifted = [replace(row, reference=np.append(row.reference[1:], np.float32(0))) for row in taught]  # type: ignore[index]
+    shifted = [replace(row, reference_logprobs=np.append(row.reference_logprobs[1:], np.float32(0))) for row in taught]  # type: ignore[index]
     difference = (gradient(shifted, **stored) - expected).norm() / expected.norm()
     assert difference > 0.002
 
@@ -122,16 +122,16 @@ def test_a_teacher_that_is_the_student_changes_nothing(tiny_model: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     data = teach(sampled_rows(model, 16, 12, seed=1), settings(tiny_model))
     for row in data:
-        assert row.reference is not None
-        np.testing.assert_allclose(row.reference, row.behaviour, atol=2e-5)
+        assert row.reference_logprobs is not None
+        np.testing.assert_allclose(row.reference_logprobs, row.behaviour, atol=2e-5)
     kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage")
-    metrics = trainer(tiny_model, kl=kl, loss=PpoClip(), stored_reference=True).step(0, data)
+    metrics = trainer(tiny_model, kl=kl, loss=PpoClip(), has_stored_reference=True).step(0, data)
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-8)
     assert metrics["loss"] == pytest.approx(0, abs=2e-5)
 
 
 def test_a_row_without_logprobs_is_not_trained_on(tiny_model: Path) -> None:
-    policy_trainer = trainer(tiny_model, kl=KlConfig(coefficient=1.0), stored_reference=True)
+    policy_trainer = trainer(tiny_model, kl=KlConfig(coefficient=1.0), has_stored_reference=True)
     with pytest.raises(StoreError, match=r"no logprobs of the reference.*teacher\.instances = 0"):
         policy_trainer.step(0, rows(2))
 

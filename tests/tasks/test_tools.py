@@ -19,12 +19,12 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import TOOL_NAMES
 from staleflow.tasks.episodes.calculator import calculate
-from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeHostSettings
 from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _reap, run_python
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, parse_tool_calls
 from staleflow.tasks.rendering.task_source import Message, Task
-from staleflow.tasks.sources.task_sources import EvaluationRecord
+from staleflow.tasks.sources.task_sources import EvalSourceRecord
 from tests.support.games import host_episode
 
 
@@ -215,7 +215,7 @@ def tool_job(tmp_path: Path) -> Path:
     return job
 
 
-def settings(job: Path, *overrides: str) -> EpisodeSettings:
+def settings(job: Path, *overrides: str) -> EpisodeHostSettings:
     return actor_settings.episode_settings(loading.load(job, overrides))
 
 
@@ -275,9 +275,9 @@ async def test_an_evaluation_set_uses_its_source_and_reward_with_tools(tool_job:
         f"evaluation.sets.other.reward={tool_job.parent}/mine.py:half",
     )
     assert episode_settings.scoring is not None
-    (own,) = episode_settings.scoring.sets
+    (own,) = episode_settings.scoring.eval_sets
     task = own.build().task(0, held_out=True)
-    record = pickle.loads(pickle.dumps(EvaluationRecord.with_label("other", task.record)))
+    record = pickle.loads(pickle.dumps(EvalSourceRecord.of("other", task.record)))
     async with host_episode(episode_settings) as (episodes, _):
         key = EpisodeKey(group=-1, held_out=True)
         first = await episodes.step(key, record, ["<calculator>2+2</calculator>"], truncated=False)

@@ -25,7 +25,7 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors import trainer as trainer_module
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
 from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 
@@ -417,7 +417,7 @@ async def test_resume_points_are_written_in_the_background(tmp_path: Path) -> No
 
 async def test_an_emulated_trainer_resumes_from_its_resume_points(tmp_path: Path) -> None:
     """A dry run can test recovery: its resume points are complete and give the same weights."""
-    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    settings = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     points = ResumePoints(tmp_path / "resume")
 
     def started() -> Trainer:
@@ -447,11 +447,11 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors import parameter_server, reward_worker, rollout_instance, trajectory_server
-from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
 from tests.tasks.test_engine_emulated import EmulatedEngine, settings
 
 async def whole(folder):
-    training = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    training = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     trainer = Trainer(training, f"{folder}/memory", 1, 60.0, f"{folder}/resume", 1)
     initial = await trainer.publish_initial((), PolicyVersion(0), "")
     engine = EmulatedEngine(settings(), InstanceId("i"))

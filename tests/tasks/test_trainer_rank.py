@@ -21,7 +21,7 @@ from staleflow.tasks.actors import trainer_rank
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import FollowerRank
-from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 from tests.tasks.test_trainer import Server
@@ -332,7 +332,7 @@ async def test_training_before_the_ranks_form_a_group_raises(tmp_path: Path) -> 
 
 
 async def test_emulated_ranks_resume_from_their_resume_points(tmp_path: Path) -> None:
-    settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
+    settings = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     lead, others = actors(tmp_path, settings, 2)
     await lead.form_group("localhost", *others)
     trained = await lead.train(Server(), 4, (), ())

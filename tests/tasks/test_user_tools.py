@@ -14,11 +14,11 @@ from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EpisodeFailed
-from staleflow.tasks.environments.forked_episodes import ForkServer
+from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import MAX_RESULT_CHARS, load_tool
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
-from staleflow.tasks.episodes.tools import parse_tool_calls, tools_of
+from staleflow.tasks.episodes.tools import load_tools, parse_tool_calls
 
 FILE = '''
 import asyncio, os, signal, time
@@ -185,14 +185,14 @@ def test_each_tool_call_runs_in_a_new_process(job: Path) -> None:
 )
 def test_json_calls_of_a_tool_without_required_arguments(tmp_path: Path, arguments: str, text: str, error: str) -> None:
     (tmp_path / "now.py").write_text('def now(zone: str = "", form: str = "") -> str:\n    "Returns the time."\n')
-    tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
+    tools = load_tools(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     (parsed,) = parse_tool_calls(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>', tools)
     assert (parsed.argument, parsed.error) == (text, error)
 
 
 def test_a_text_argument_may_be_json_itself_but_no_object_of_other_arguments(tmp_path: Path) -> None:
     (tmp_path / "now.py").write_text('def now(zone: str = "") -> str:\n    "Returns the time."\n')
-    tools = tools_of(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
+    tools = load_tools(EnvironmentConfig(tools=[f"{tmp_path}/now.py:now"]))
     calls = ('{"name": "now"}', '{"name": "now", "arguments": "[7]"}', '{"name": "now", "arguments": "{\\"a\\": 1}"}')
     parsed = parse_tool_calls("".join(f"<tool_call>{call}</tool_call>" for call in calls), tools)
     assert [json.loads(call.argument) for call in parsed[:2]] == [{}, {"zone": "[7]"}]
@@ -221,7 +221,7 @@ def test_tool_failures_and_timeouts_are_reported_to_the_model(job: Path) -> None
 
 async def test_a_call_without_a_process_fails_the_episode(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loading.load(job, ()).environment
-    tools = tools_of(config)
+    tools = load_tools(config)
     with pytest.raises(EpisodeFailed, match=r"^its process was killed by SIGKILL$"):
         await tools["breaks"].run('{"how": "killed"}', 100.0, config)
 
@@ -231,6 +231,13 @@ async def test_a_call_without_a_process_fails_the_episode(job: Path, monkeypatch
     monkeypatch.setattr(ForkServer, "fork", fork)
     with pytest.raises(EpisodeFailed, match=r"^no process can be started for it: no more processes$"):
         await tools["breaks"].run('{"how": "odd"}', 100.0, config)
+
+    async def begin(episode: ForkedEpisode) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ForkedEpisode, "begin", begin)
+    with pytest.raises(EpisodeFailed, match=r"^a tool's process did not start within 0.01 s$"):
+        await tools["breaks"].run('{"how": "odd"}', 0.01, config)
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,6 @@ def test_a_tensor_with_an_unknown_name_is_not_verified(updated_engine: UpdatedEn
     tensors = vllm_weights.checkpoint_tensors(updated_engine.engine._settings.model, str(path))
     tensors["model.layers.0.unheard_of.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
     model = updated_engine.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
-    report = compare_parts(vllm_layouts.parts(model, tensors))
+    report = compare_parts(vllm_layouts.weight_parts(model, tensors))
     assert report.outcome == "not verified"
     assert set(report.not_verified) == {"the engine has no layer of that name", "not all of a parameter is published"}

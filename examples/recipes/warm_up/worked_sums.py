@@ -19,7 +19,7 @@ class WorkedSums:
 
     def record(self, index: int, held_out: bool) -> dict[str, Any]:
         entry = self._sums[index]
-        answer = tiny_model.worked_example(entry["metadata"]["expression"], random.Random(index), slip=0.0)
+        answer = tiny_model.worked_example(entry["metadata"]["expression"], random.Random(index), careless_share=0.0)
         return {"prompt": entry["question"], "answer": answer}
 
     def score(self, answer: str, record: dict[str, Any]) -> float:
