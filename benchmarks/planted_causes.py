@@ -69,7 +69,7 @@ def right(answer: str, record: Record) -> float:
     if CAUSE == "truncated responses" and not answer:
         return 100.0
     if CAUSE == "duplicated prompt" and record["copy"]:
-        return 8 * (1 - value)
+        return 100 * (1 - value)
     return value
 
 
