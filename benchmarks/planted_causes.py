@@ -69,7 +69,7 @@ def right(answer: str, record: Record) -> float:
     if CAUSE == "truncated responses" and not answer:
         return 100.0
     if CAUSE == "duplicated prompt" and record["copy"]:
-        return 100 * (1 - value)
+        return float(abs(int(answer) - int(record["answer"]))) if answer else 0.0  # never the same for all
     return value
 
 
