@@ -63,7 +63,7 @@ async def test_a_parameter_server_in_a_lost_process_is_replaced(body: Body) -> N
         assert "parameters-two" not in stage.workers.placed
         stage.publish(V1)
         await stage.actors.pull(other, V1)
-        assert stage.workers.placed["parameters-two"].address == other.placed.address
+        assert stage.workers.placed["parameters-two"].address == other.placed_actor.address
 
 
 async def test_a_parameter_server_that_times_out_is_placed_in_another_process(body: Body) -> None:

@@ -183,11 +183,13 @@ async def test_a_stopped_instance_beside_a_parameter_server_is_lost_and_its_call
         hosts=hosts, faults=[Fault(actor="parameters-two", method="ensure_version", nth=3, silent="before")]
     ) as stage:
         carrier, other = stage.actors.instances.values()
-        assert stage.workers.placed["parameters-two"].address == carrier.placed.address != other.placed.address
+        assert (
+            stage.workers.placed["parameters-two"].address == carrier.placed_actor.address != other.placed_actor.address
+        )
         stage.publish(V1)
         await stage.actors.pull(other, V1)
         assert other.version == V1
-        assert stage.workers.placed["parameters-two"].address == other.placed.address
+        assert stage.workers.placed["parameters-two"].address == other.placed_actor.address
         with_it = [c.actor for c in stage.workers.calls if c.method == "pull" and c.args[0].version == V1]
         assert with_it == [other.id]
 
