@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import ablation, agentic, model_matrix, time_to_quality
 from benchmarks.__main__ import COMMANDS
-from benchmarks.simulated import best, page, ratio
+from benchmarks.simulated import Row, best, fluid_step_s, job, page, ratio
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.support.simulated_store import stored_simulation
@@ -57,6 +58,20 @@ def test_pages_of_stored_results_are_reproducible() -> None:
     assert model_matrix.page(models) == Path("docs/models.md").read_text()
     simulated = json.loads(Path("docs/simulated.json").read_text())
     assert page(simulated, ablation.stored(Path("docs"))) == Path("docs/simulated.md").read_text()
+
+
+def test_the_fluid_limit_is_the_training_or_the_longest_response() -> None:
+    """Where only reading weights takes time, a step of the longest response's limit takes (its time + training) / 4."""
+    free = tuple(f"rollout.cost.{name}=0" for name in ("k1", "k3", "b", "prefill"))
+    config = job("7B", "lognormal", 4, Row("staleflow", "", 3, (*free, "simulation.pull_s=0")), steps=2)
+    train_s, decode_step_s = config.simulation.train_s, config.rollout.cost.k2 + config.rollout.cost.k4
+    responses = np.ones((2 * 32, 8, 4))
+    assert fluid_step_s(config, responses) == train_s
+    responses[[0, 32], 3, 0] = 7 * train_s / decode_step_s  # eight trainings, less that of the last step
+    responses[[0, 32], 3, 3] = 0.0
+    assert fluid_step_s(config, responses) == pytest.approx(2 * train_s, rel=2e-3)
+    responses[[0, 32], 3, 3] = 4 * train_s  # seconds of its tools
+    assert fluid_step_s(config, responses) == pytest.approx(3 * train_s, rel=2e-3)
 
 
 def test_the_model_matrix_continues_with_missing_families(
