@@ -128,7 +128,7 @@ class Jobs:
     async def submit(
         self, id: str, seconds: float, driver: Callable[[str, float], Awaitable[str]] = drive, **limits: Any
     ) -> dict[str, Any]:
-        limits = {"needs": NEEDS, "wait_limit_s": 0.0, "by": self.client.id, **limits}
+        limits = {"needs": NEEDS, "wait_limit_s": 0.0, "submitter": self.client.id, **limits}
         await job_registry.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
         sent = self.client.submit(
             driver, id, seconds, key=job_registry.TASK_KEY_PREFIX + id, pure=False, workers=[job_registry.NO_WORKER]
@@ -343,7 +343,7 @@ async def test_a_run_whose_process_is_gone_has_failed_and_frees_its_workers() ->
                 await job_registry.ask(theirs, "enqueue", id=id, needs=NEEDS, wait_limit_s=0.0, driver_client=theirs.id)
             assert (await job_registry.ask(theirs, "check_admission", id="run"))["admitted"]
             assert not (await job_registry.ask(theirs, "check_admission", id="waits"))["admitted"]
-            received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
+            received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "submitter": theirs.id}
             await job_registry.ask(theirs, "submit", id="told", **received)  # and nothing more
         for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process of its driver is gone"

@@ -135,7 +135,7 @@ async def test_a_live_run_cannot_be_resumed(job: Path) -> None:
 async def test_a_job_cancelled_before_its_driver_arrives_is_stopped(job: Path) -> None:
     async with jobs_on(0) as jobs:
         needs = {"num_instances": 1, "num_reward_workers": 1, "has_driver_worker": True}
-        received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
+        received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "submitter": jobs.client.id}
         await job_registry.ask(jobs.client, "submit", id="half", **received, needs=needs, wait_limit_s=0.0)
         assert await job_registry.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
         assert (await jobs.of("half"))["state"] == "stopped"
