@@ -16,7 +16,7 @@ from typing import Any
 from staleflow.pipeline.simulator.baselines import Baseline
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Entry, EntryState
+from staleflow.stores.staleness.ledger_groups import GroupState, LiveGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class WindowedLedger(StalenessLedger):
     def _has_batch(self) -> bool:
         return super()._has_batch() and len(self._next_batch()) == self.groups_per_step
 
-    def _next_batch(self) -> list[Entry]:
-        live = [e for e in self.live_groups.values() if e.state is not EntryState.QUEUED]
+    def _next_batch(self) -> list[LiveGroup]:
+        live = [e for e in self.live_groups.values() if e.state is not GroupState.QUEUED]
         live.sort(key=lambda e: (e.version, e.group))
-        picked: list[Entry] = []
+        picked: list[LiveGroup] = []
         while live and len(picked) < self.groups_per_step:
             last = live[0].group + self.window
-            entry = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
+            entry = next((e for e in live if e.state is GroupState.OCCUPIED and e.group < last), None)
             if entry is None:
                 break
             picked.append(entry)

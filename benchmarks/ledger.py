@@ -73,7 +73,7 @@ def measure(live: int) -> dict[str, float]:
     done = fresh.copy()
     result["occupy"] = median_us(lambda: ledger.occupy(done.pop()), samples)
     result["abort"] = median_us(lambda: ledger.abort(unfinished.pop(), AbortReason.RUN_ENDED), samples)
-    result["ready"] = median_us(ledger.ready, samples)
+    result["ready"] = median_us(ledger.is_batch_ready, samples)
     for group in unfinished:
         finish(ledger, group)
     begin = time.perf_counter_ns()

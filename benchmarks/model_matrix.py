@@ -275,7 +275,7 @@ class Trial:
         }  # fmt: skip
         result = staleflow.run(job, progress=False)
         report = result.run.audit()
-        if not report.clean:
+        if not report.is_clean:
             return f"audit: {report.findings[0] if report.findings else 'not clean'}"
         worst = max(step.metrics["kl_behaviour"] for step in result.run.steps() if step.metrics["staleness_max"] == 0)
         if worst > CLOSE:

@@ -122,7 +122,9 @@ class Share(SimulatedRun):
     def _in_flight(self, group: GroupId) -> GroupInFlight:
         trajectories = self.coordinator._state.live_trajectories.values()
         members = [_delivered_part(t) for t in trajectories if t.group == group]
-        for trajectory, version in () if members else self.coordinator.ledger.live_groups[group].routed.items():
+        for trajectory, version in (
+            () if members else self.coordinator.ledger.live_groups[group].member_versions.items()
+        ):
             reward = self._workload.reward(*self._workload_index(trajectory))
             members.append(
                 MemberInFlight(

@@ -141,12 +141,12 @@ def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
             "trajectories": rows,
         }
         print_json(value)
-        return batch.intact
+        return batch.is_intact
     click.echo(
         f"step {batch.record.step}: {len(rows)} trajectories; "
         + (
             f"as the trainer received them, bit for bit ({batch.fingerprint})"
-            if batch.intact
+            if batch.is_intact
             else f"NOT what the trainer received: {batch.fingerprint}"
         )
     )
@@ -157,7 +157,7 @@ def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
             f"{value['response_tokens']:6} {value['reward']:8.3f} {value['advantage']:+9.3f}"
             + (f"  {value['error']}" if value["error"] else "")
         )
-    return batch.intact
+    return batch.is_intact
 
 
 def _trajectory_facts(trajectory: StoredTrajectory) -> dict[str, Any]:

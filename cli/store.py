@@ -107,7 +107,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
     bias = stored_run.drop_bias() if countable else None
     if as_json:
         print_json({**result.as_dict(), "bias": None if bias is None else bias.as_dict()})
-    elif result.clean and not result.num_steps:
+    elif result.is_clean and not result.num_steps:
         click.echo(f"{run}: {result.verdict}")
     else:
         summary = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
@@ -121,5 +121,5 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
                 click.echo(f"  {comparison.line}")
         except StoreError as error:
             click.echo(f"  {error}")
-    if not result.proves:  # an empty check does not pass
+    if not result.is_verified:  # an empty check does not pass
         sys.exit(1)

@@ -201,7 +201,7 @@ def verify(
             )
         signer = certificate.verify_signature(checkpoint, Path(signed_by))
     run = source if checkpoint is None else certificate.find_run(checkpoint)
-    stored_run = None if (Path(run) / offline_verification.RECORD).exists() else open_run(run)
+    stored_run = None if (Path(run) / offline_verification.RECORD_FILE).exists() else open_run(run)
     with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:
         if stored_run is None:
             result = offline_verification.verify_offline(
@@ -210,11 +210,11 @@ def verify(
         else:
             result = stored_run.verify(checkpoint=checkpoint, steps=steps, seed=seed, client=client, report=report)
     if as_json:
-        print_json({**dataclasses.asdict(result), "verified": result.verified})
+        print_json({**dataclasses.asdict(result), "verified": result.is_verified})
     else:
         for line in result.lines:
             click.echo(printable(line))
         if signed_by is not None:
             click.echo(printable(f"  signed: {certificate.FILE}, by {signer}"))
-    if not result.verified:  # an empty check does not pass
+    if not result.is_verified:  # an empty check does not pass
         sys.exit(1)

@@ -26,7 +26,7 @@ results.mkdir()
 # %%
 run = staleflow.open_run(source)
 print(run)
-print(f"{run.bound}; audit clean: {run.audit().clean}")
+print(f"{run.bound}; audit clean: {run.audit().is_clean}")
 print(run.metrics()[["reward", "staleness_mean", "response_mean"]].tail())
 
 # %% [markdown]
@@ -35,7 +35,7 @@ print(run.metrics()[["reward", "staleness_mean", "response_mean"]].tail())
 # %%
 last = run.steps()[-1].step
 batch = run.batch(last)
-assert batch.intact
+assert batch.is_intact
 print(f"step {last} consumed {len(batch.trajectories)} trajectories, fingerprint {batch.fingerprint}")
 
 # %% [markdown]

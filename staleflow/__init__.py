@@ -5,7 +5,7 @@
     handle = staleflow.start("job.toml", reward=lambda response, row: float(response == row["answer"]))
     handle.status(), handle.stop(), handle.result()
     run = staleflow.open_run("runs/demo")
-    print(run.metrics().reward.tail(), run.audit().clean)
+    print(run.metrics().reward.tail(), run.audit().is_clean)
 
 What this package lists in `__all__` is its public API; modules below it are private and may move. Names are imported
 when they are first used, so that `import staleflow` loads neither torch nor zarr nor dask.

@@ -34,15 +34,15 @@ class ContextBranch(NamedTuple):
     """Position behind the last token of the earlier context that the branch keeps; 0 if it keeps none."""
 
 
-def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
+def context_ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
     """Position ranges that form the context of position `end`, on the newest branch that starts at or before it.
 
     Returns:
         Half-open ranges (start, stop), in order.
 
-    >>> ranges([ContextBranch(5, 2)], 7)
+    >>> context_ranges([ContextBranch(5, 2)], 7)
     [(0, 2), (5, 7)]
-    >>> ranges([ContextBranch(5, 2)], 4)
+    >>> context_ranges([ContextBranch(5, 2)], 4)
     [(0, 4)]
     """
     parts: list[tuple[int, int]] = []
@@ -60,8 +60,8 @@ def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]
 
 
 def context_positions(branches: Sequence[ContextBranch], end: int) -> Positions:
-    """The positions of `ranges` as an array."""
-    parts = [np.arange(start, stop) for start, stop in ranges(branches, end)]
+    """The positions of `context_ranges` as an array."""
+    parts = [np.arange(start, stop) for start, stop in context_ranges(branches, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 

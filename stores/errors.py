@@ -101,7 +101,7 @@ def raised_as(
         raise kind(f"{problem}: {describe(error)}" + (f"; {remedy}" if remedy else "")) from error
 
 
-def with_type(error: BaseException) -> str:
+def type_and_message(error: BaseException) -> str:
     """An error's type and message, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, raised_as, strerror
 
-NAME_CHARS = 50
+TEMPORARY_NAME_CHARS = 50
 """Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""
 
-Failures = tuple[type[Exception], ...]
+ErrorTypes = tuple[type[Exception], ...]
 
 
 @contextlib.contextmanager
-def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
+def replacing(path: Path, remedy: str, *, error_types: ErrorTypes = (), flush: bool = True) -> Iterator[Path]:
     """Context manager: yields a temporary path, and renames the file to `path` if the block ends without an error.
 
     A path that is no regular file (a pipe, /dev/stdout) is written to directly. Errors of this package pass through.
@@ -36,13 +36,13 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
     Args:
         path: The file to replace.
         remedy: What to do about a disk that is full or not writable, for the message.
-        failures: Exceptions besides OSError that the block raises when it cannot write.
+        error_types: Exceptions besides OSError that the block raises when it cannot write.
         flush: False for a file in memory, which is lost with the machine anyway.
 
     Raises:
         StoreError: `path` is unchanged then.
     """
-    with _failures_as_store_error(path, remedy, failures):
+    with _raised_as_store_error(path, remedy, error_types):
         path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
             yield path
@@ -63,10 +63,10 @@ def replace_text(path: Path, text: str, remedy: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Iterator[Path]:
+def replacing_folder(path: Path, remedy: str, *, error_types: ErrorTypes = ()) -> Iterator[Path]:
     """Context manager: yields a temporary, empty folder, and renames it to `path` if the block ends without an error.
     Raises StoreError; then `path` is unchanged."""
-    with _failures_as_store_error(path, remedy, failures):
+    with _raised_as_store_error(path, remedy, error_types):
         path = path.resolve()
         with _temporary(path, folder=True) as tmp_path:
             yield tmp_path
@@ -105,14 +105,14 @@ def require_writable_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _failures_as_store_error(path: Path, remedy: str, failures: Failures) -> Iterator[None]:
-    """Raise failures as a StoreError of one line."""
-    error_types: Failures = (OSError, *failures)
+def _raised_as_store_error(path: Path, remedy: str, error_types: ErrorTypes) -> Iterator[None]:
+    """Raise error_types as a StoreError of one line."""
+    caught_types: ErrorTypes = (OSError, *error_types)
     try:
         yield
     except StaleflowError:
         raise
-    except error_types as error:
+    except caught_types as error:
         lines = strerror(error).strip().splitlines() or [type(error).__name__]
         raise StoreError(f"{path}: cannot be written: {lines[0]}; {remedy}") from error
 
@@ -122,9 +122,9 @@ def _temporary(path: Path, *, folder: bool) -> Iterator[Path]:
     """A temporary file or folder beside `path`, removed at the end unless it was renamed. It is locked until then: one
     that is not locked was left by a writer that has died."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path)
+    _remove_leftovers(path)
     while True:
-        tmp_path = path.with_name(f".{path.name[:NAME_CHARS]}.{secrets.token_hex(8)}.part")
+        tmp_path = path.with_name(f".{path.name[:TEMPORARY_NAME_CHARS]}.{secrets.token_hex(8)}.part")
         if folder:
             tmp_path.mkdir()
             fd = os.open(tmp_path, os.O_RDONLY)
@@ -152,10 +152,10 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _sweep(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Remove temporary files of `path` whose writers have died. After a kill between the two renames of
     `replacing_folder`, put the old folder back."""
-    name_pattern = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
+    name_pattern = re.compile(rf"\.{re.escape(path.name[:TEMPORARY_NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
             # NFS locks only what is open for writing.
@@ -165,7 +165,7 @@ def _sweep(path: Path) -> None:
                 remove(leftover)
             finally:
                 os.close(fd)
-    if len(path.name) >= NAME_CHARS:
+    if len(path.name) >= TEMPORARY_NAME_CHARS:
         return  # an old folder may be that of a longer name
     name_pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
     for leftover in [p for p in path.parent.iterdir() if name_pattern.fullmatch(p.name)]:

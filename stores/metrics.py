@@ -195,17 +195,17 @@ def axis_title(quantity: str, *names: str) -> str:
     return f"{quantity}, {unit}" if unit else quantity
 
 
-def with_rate(step: Mapping[str, float], previous: Mapping[str, float] | None) -> dict[str, float]:
+def step_with_tokens_per_s(step: Mapping[str, float], previous: Mapping[str, float] | None) -> dict[str, float]:
     """Add tokens_per_s to a copy of a step's metrics. previous: metrics of the previous step; None for the first."""
     seconds = step.get("elapsed_s", 0.0) - (previous.get("elapsed_s", 0.0) if previous else 0.0)
     return {**step, "tokens_per_s": _rate(step.get("response_tokens", 0.0), seconds)}
 
 
-def with_rates(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
+def steps_with_tokens_per_s(steps: Iterable[Mapping[str, float]]) -> list[dict[str, float]]:
     """Add tokens_per_s to copies of the metrics of all steps."""
     result: list[dict[str, float]] = []
     for step in steps:
-        result.append(with_rate(step, result[-1] if result else None))
+        result.append(step_with_tokens_per_s(step, result[-1] if result else None))
     return result
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 """Share of intervals that contain the true mean."""
 MIN_PROMPTS = 10
 """Fewest prompts for an interval that supposes a normal mean, and for a paired test: with fewer, one prompt decides."""
-MAX_EXACT = 12
+MAX_ENUMERATED_DIFFERENCES = 12
 """Maximum number of nonzero differences for which all sign combinations are enumerated: 4,096 sums."""
-NUM_DRAWS = 9_999
+NUM_SIGN_SAMPLES = 9_999
 """Random signs for more prompts: the standard error of a p-value of .05 is .002."""
 
 
@@ -85,11 +85,11 @@ def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
         num_responses = sum(map(len, prompt_rewards))
         if stderr and num_responses > count:
             trials = min(max(count, mean * (1 - mean) / stderr**2), num_responses)
-            interval = wilson(mean, trials, student_quantile(count - 1))
+            interval = wilson_interval(mean, trials, student_quantile(count - 1))
         else:
-            interval = wilson(mean, count)
+            interval = wilson_interval(mean, count)
     elif stderr and count >= MIN_PROMPTS:
-        interval = _student(mean, stderr, count)
+        interval = _student_interval(mean, stderr, count)
     return Estimate(mean=mean, num_prompts=count, stderr=stderr, interval=interval)
 
 
@@ -98,11 +98,11 @@ def is_binary(rewards: Sequence[Sequence[float]]) -> bool:
     return all(reward in (0.0, 1.0) for responses in rewards for reward in responses)
 
 
-def wilson(share: float, trials: float, quantile: float | None = None) -> Interval:
+def wilson_interval(share: float, trials: float, quantile: float | None = None) -> Interval:
     """Wilson's 95 % interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4). quantile: 97.5 %
     quantile of the deviation over its standard error; the normal one by default.
 
-    >>> print(wilson(0.0, 10))
+    >>> print(wilson_interval(0.0, 10))
     [0.000, 0.278]
     """
     z = _normal_quantile() if quantile is None else quantile
@@ -138,11 +138,11 @@ def pass_at_ks(num_samples: int) -> list[int]:
     return [*powers, num_samples] if num_samples > 1 else []
 
 
-def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
+def majority_reward(answers: Sequence[str], rewards: Sequence[float]) -> float:
     """Reward of the most frequent answer, maj@n; the mean reward of the most frequent answers if several tie. Raises
     ValueError without responses.
 
-    >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
+    >>> majority_reward(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
     """
     by_answer: dict[str, list[float]] = {}
@@ -173,7 +173,7 @@ def paired_difference(
         mean=mean,
         num_prompts=len(shared_prompts),
         stderr=stderr,
-        interval=_student(mean, stderr, len(shared_prompts)),
+        interval=_student_interval(mean, stderr, len(shared_prompts)),
         p=sign_flip_p(differences),
     )
 
@@ -188,27 +188,27 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     nonzero_differences = np.array([difference for difference in differences if difference], np.float64)
     observed_sum = abs(nonzero_differences.sum())
     threshold = observed_sum - 1e-9 * np.abs(nonzero_differences).sum()  # sums of the same parts in another order
-    if len(nonzero_differences) <= MAX_EXACT:
+    if len(nonzero_differences) <= MAX_ENUMERATED_DIFFERENCES:
         bits = np.arange(2 ** len(nonzero_differences))[:, None] >> np.arange(len(nonzero_differences))
         return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ nonzero_differences) >= threshold))
     rng, num_extreme = np.random.default_rng(0), 1
-    for start in range(0, NUM_DRAWS, 1000):
-        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - start), len(nonzero_differences)), np.int8)
+    for start in range(0, NUM_SIGN_SAMPLES, 1000):
+        signs = rng.integers(0, 2, (min(1000, NUM_SIGN_SAMPLES - start), len(nonzero_differences)), np.int8)
         num_extreme += int(np.sum(np.abs((1.0 - 2 * signs) @ nonzero_differences) >= threshold))
-    return num_extreme / (NUM_DRAWS + 1)
+    return num_extreme / (NUM_SIGN_SAMPLES + 1)
 
 
-def student_quantile(degrees: int) -> float:
+def student_quantile(degrees_of_freedom: int) -> float:
     """97.5 % quantile of Student's t, exact for 1 and 2 degrees of freedom; for more by its expansion in the normal
     quantile (Abramowitz and Stegun 26.7.5), within 1 %, and within 0.1 % from 8 on.
 
     >>> round(student_quantile(1), 2), round(student_quantile(9), 2), round(student_quantile(100), 3)
     (12.71, 2.26, 1.984)
     """
-    if degrees == 1:
-        return math.tan(math.pi * LEVEL / 2)
-    if degrees == 2:
-        return LEVEL / math.sqrt((1 - LEVEL**2) / 2)
+    if degrees_of_freedom == 1:
+        return math.tan(math.pi * CONFIDENCE_LEVEL / 2)
+    if degrees_of_freedom == 2:
+        return CONFIDENCE_LEVEL / math.sqrt((1 - CONFIDENCE_LEVEL**2) / 2)
     z = _normal_quantile()
     terms = (
         z,
@@ -216,19 +216,19 @@ def student_quantile(degrees: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return math.fsum(term / degrees**power for power, term in enumerate(terms))
+    return math.fsum(term / degrees_of_freedom**power for power, term in enumerate(terms))
 
 
 def _normal_quantile() -> float:
-    return statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+    return statistics.NormalDist().inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
 
 
-def _student(mean: float, stderr: float, count: int) -> Interval:
+def _student_interval(mean: float, stderr: float, count: int) -> Interval:
     half_width = student_quantile(count - 1) * stderr
     return Interval(low=mean - half_width, high=mean + half_width)
 
 
-EQUAL_TOLERANCE = 1e-9
+EQUAL_REWARD_TOLERANCE = 1e-9
 """Rewards this close count as equal: they may be sums of the same parts in another order."""
 
 
@@ -246,4 +246,4 @@ def has_signal(rewards: npt.ArrayLike, valid: npt.ArrayLike = True) -> npt.NDArr
     rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
     highest = np.max(rewards, axis=-1, where=valid, initial=-np.inf)
     lowest = np.min(rewards, axis=-1, where=valid, initial=np.inf)
-    return np.asarray(highest - lowest > EQUAL_TOLERANCE, bool)
+    return np.asarray(highest - lowest > EQUAL_REWARD_TOLERANCE, bool)

@@ -13,9 +13,9 @@ URL_REMEDY = "name one as s3://BUCKET/PREFIX, BUCKET of 3 to 63 small letters, d
 """What to do about a URL that is none."""
 
 
-def is_url(where: str) -> bool:
+def is_url(location: str) -> bool:
     """Whether a text is a URL rather than a path."""
-    return where.startswith(SCHEME)
+    return location.startswith(SCHEME)
 
 
 def split_url(url: str) -> tuple[str, str]:

@@ -51,7 +51,7 @@ class Codec:
 
     Args:
         tagged: Classes whose values include the class name.
-        sparse: Fields of other classes that are omitted when they have their default.
+        omit_defaults: Fields of other classes that are omitted when they have their default.
         stored_names: Of other classes, the names that fields are stored under, if they are others than the fields'.
         former_tags: Names of tagged classes by former names, which stored values may have.
     """
@@ -59,13 +59,13 @@ class Codec:
     def __init__(
         self,
         tagged: tuple[type, ...] = (),
-        sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
+        omit_defaults: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
         stored_names: Mapping[type, Mapping[str, str]] = MappingProxyType({}),
         former_tags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._former_tags = former_tags
         self._overrides: dict[type, Any] = {
-            cls: {name: override(omit_if_default=True) for name in names} for cls, names in sparse.items()
+            cls: {name: override(omit_if_default=True) for name in names} for cls, names in omit_defaults.items()
         }
         for cls, names in stored_names.items():
             self._overrides.setdefault(cls, {}).update({name: override(rename=names[name]) for name in names})

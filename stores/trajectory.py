@@ -104,7 +104,7 @@ class Segment:
         assert self.tokens.shape == self.logprobs.shape, "one logprob per token"
 
     @property
-    def num_finite(self) -> int:
+    def finite_prefix_length(self) -> int:
         """Number of tokens before the first whose logprob is infinite or NaN; all if there is none."""
         finite = np.isfinite(self.logprobs)
         return len(finite) if finite.all() else int(finite.argmin())
@@ -130,7 +130,7 @@ class EnvSpan:
     parent_end: int | None = None
     """Position behind the last token of the earlier context that is kept, if a context branch begins with these tokens;
     see stores/context_branches.py."""
-    next_turn_auxiliary: bool = False
+    is_next_turn_auxiliary: bool = False
     """Whether the turn after them is not to be trained on. It is stored as given, once its trajectory is whole."""
 
 
@@ -264,7 +264,7 @@ class Trajectory:
         return mask
 
     @property
-    def num_turn_tokens(self) -> int:
+    def num_current_turn_tokens(self) -> int:
         """Number of tokens sampled since the last environment token."""
         turn_segments = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
         return sum(len(span.tokens) for span in turn_segments)

@@ -33,7 +33,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
 )
 from staleflow.pipeline.coordination.journal import CODEC, JournalEntry
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (

@@ -88,9 +88,9 @@ def report(recipe: Recipe, run: staleflow.Run) -> int:
     met, line = recipe.verdict(recipes.curves(run))
     print(line)
     audit = run.audit()
-    if not audit.clean:
+    if not audit.is_clean:
         print(f"{recipe.name}: the audit of {run.source} has findings: `staleflow store audit {run.source}`")
-    return 0 if met and audit.clean else 1
+    return 0 if met and audit.is_clean else 1
 
 
 if __name__ == "__main__":

@@ -207,10 +207,10 @@ class RunData:
             model: Folder of a checkpoint, or a hub name, to compute importance ratios under. Without, the ratios are
                 those of logprobs stored on this branch, if there are any.
         """
-        from staleflow.pipeline.stored_runs.views import view
+        from staleflow.pipeline.stored_runs.views import make_views
 
         ids = [trajectories] if isinstance(trajectories, int) else trajectories
-        return view(self._path, self._store(), [TrajectoryId(id) for id in ids], model)
+        return make_views(self._path, self._store(), [TrajectoryId(id) for id in ids], model)
 
     def to_pandas(self, where: str = "", *, texts: bool = True) -> pandas.DataFrame:
         """Trajectories as a `pandas.DataFrame`, one row each; token columns hold numpy arrays.

@@ -53,7 +53,7 @@ class Run(RunData):
         >>> run.metrics()[["reward", "staleness_mean"]].tail(3)
         >>> for t in run.trajectories(where="reward == 0 and step > 10"):
         ...     print(t.id, t.prompt, "->", t.response)
-        >>> run.audit().clean
+        >>> run.audit().is_clean
         True
     """
 
@@ -87,10 +87,10 @@ class Run(RunData):
         Raises:
             ConfigError: The limit of memory is too low.
         """
-        from staleflow.pipeline.stored_runs.auditing import add_history_findings, audit_within
+        from staleflow.pipeline.stored_runs.auditing import add_history_findings, audit_within_memory
 
         store = self._store(MAIN_BRANCH)
-        report = audit_within(store, memory_mib, workers, client)
+        report = audit_within_memory(store, memory_mib, workers, client)
         return add_history_findings(report, store.path) if full else report
 
     def compare_with_forecast(self) -> ForecastComparison | None:
@@ -105,9 +105,9 @@ class Run(RunData):
 
     def drop_bias(self) -> DropBias:
         """Compare dropped trajectories with trained ones, by reason: lengths, turns, rewards and prompts."""
-        from staleflow.stores.auditing.drop_bias import bias_report
+        from staleflow.stores.auditing.drop_bias import drop_bias_of_store
 
-        return bias_report(self._store(MAIN_BRANCH))
+        return drop_bias_of_store(self._store(MAIN_BRANCH))
 
     def verify(
         self,
@@ -222,12 +222,12 @@ class Run(RunData):
         Raises:
             ConfigError: Something of it is wrong; nothing was computed.
         """
-        from staleflow.pipeline.stored_runs.logprob_recompute import recompute
+        from staleflow.pipeline.stored_runs.logprob_recompute import recompute_logprobs
 
         self._require_newest("compute logprobs of")
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
         with self._lock_run() if branch else contextlib.nullcontext():
-            return recompute(
+            return recompute_logprobs(
                 self._path, str(model), branch=branch, where=where, client=client, workers=workers,
                 progress=progress or _ignore,
             )  # fmt: skip
@@ -479,7 +479,7 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
         [('staleness.eta', {'demo': '1', 'other': '4'})]
     """
     from staleflow.pipeline.stored_runs import comparison
-    from staleflow.pipeline.stored_runs.run_facts import read_facts
+    from staleflow.pipeline.stored_runs.run_facts import read_run_facts
 
     open_runs = [run if isinstance(run, Run) else _open_branch(str(run)) for run in runs]
     views = [_view_options(run) for run in open_runs]
@@ -489,7 +489,7 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
         names = [run.source + suffix for run, suffix in zip(open_runs, name_suffixes, strict=True)]
     return comparison.compare(
         [
-            read_facts(run.path, run._store() if run._has_store() else None, name, view)
+            read_run_facts(run.path, run._store() if run._has_store() else None, name, view)
             for run, name, view in zip(open_runs, names, views, strict=True)
         ]
     )

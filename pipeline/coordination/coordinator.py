@@ -313,7 +313,7 @@ class Coordinator(CoordinatorInspection):
     def _consume_batch(self) -> None:
         """Consume the next step's batch if it is ready. If GPUs are shared, a running evaluation must end first, since
         all instances are put to sleep."""
-        if self._state.is_training or not self.ledger.ready():
+        if self._state.is_training or not self.ledger.is_batch_ready():
             return
         if self._state.shares_gpus and self._state.evaluation is not None:
             return

@@ -8,7 +8,7 @@ from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.staleness.ledger_groups import GroupState
 from staleflow.stores.trajectory import InstanceId, is_evaluation
 
 
@@ -19,7 +19,7 @@ def validate(state: CoordinatorState) -> None:
     members = {
         member
         for entry in state.ledger.live_groups.values()
-        if entry.state is not EntryState.OCCUPIED
+        if entry.state is not GroupState.OCCUPIED
         for member in entry.members
     }
     if state.evaluation is not None:
@@ -35,7 +35,7 @@ def validate(state: CoordinatorState) -> None:
     num_in_phase = Counter(trajectory.phase for trajectory in state.live_trajectories.values())
     if any(num_in_phase[phase] != state.num_in_phase[phase] for phase in Phase):
         raise ProtocolViolation(f"trajectories by phase are {num_in_phase}, but {state.num_in_phase} are counted")
-    unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is EntryState.QUEUED}
+    unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is GroupState.QUEUED}
     if unreserved_groups != state.unreserved_groups:
         raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved_groups ^ state.unreserved_groups)[:10]}")
     waiting_levels = {
@@ -72,7 +72,7 @@ def _validate_trajectory(state: CoordinatorState, trajectory: LiveTrajectory) ->
             raise ProtocolViolation(
                 f"{trajectory.id} is {trajectory.phase.value}, its group has {entry.completed} completed"
             )
-        v_traj = entry.routed.get(trajectory.id, -1)
+        v_traj = entry.member_versions.get(trajectory.id, -1)
     else:
         v_traj = trajectory.v_traj
     if trajectory.v_traj != v_traj or (v_traj >= 0) != (trajectory.route_number > 0):

@@ -26,7 +26,7 @@ from staleflow.pipeline.coordination.events import DecodeStats, Event, RunResume
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
 from staleflow.stores.serialization import Codec
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate
 

@@ -128,7 +128,7 @@ class MovePlanner:
         due_trajectories: list[LiveTrajectory] = []
         for group, unfinished in unfinished_by_group.items():
             entry = ledger.live_groups[group]
-            num_finished = len(entry.completed) + len(entry.waiting) - len(unfinished)
+            num_finished = len(entry.completed) + len(entry.unfinished) - len(unfinished)
             unfinished.sort(key=lambda trajectory: (not trajectory.is_being_truncated, -trajectory.tokens))
             # More members than the group needs may be finished, if their rewards are not all there.
             due_trajectories += unfinished[: max(0, ledger.group_size - num_finished)]

@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, Routing
-from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.staleness.ledger_groups import GroupState
 from staleflow.stores.trajectory import PolicyVersion
 
 
@@ -86,7 +86,7 @@ class RoutePlanner:
         if trajectory.v_traj >= 0:
             return trajectory.v_traj
         ledger = self._state.ledger
-        is_queued = ledger.live_groups[trajectory.group].state is EntryState.QUEUED
+        is_queued = ledger.live_groups[trajectory.group].state is GroupState.QUEUED
         # If an older version is accepted, so is a newer one. Few versions are served at a time.
         for version in self._state.fleet.distinct_versions():
             if is_queued:

@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, W
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Consumption, Ending, EntryState
+from staleflow.stores.staleness.ledger_groups import Consumption, Ending, GroupState
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -161,7 +161,7 @@ class CoordinatorState(ReplanFlags):
         for member in sorted(group.members, key=lambda member: member.version):
             if member.version >= 0:
                 self.ledger.reserve(group.group, member.trajectory, member.version)
-        if self.ledger.live_groups[group.group].state is EntryState.QUEUED:
+        if self.ledger.live_groups[group.group].state is GroupState.QUEUED:
             self.unreserved_groups.add(group.group)
         for trajectory in restore_members(group, sampled_phase, self.now):
             self._add(trajectory)
@@ -190,7 +190,7 @@ class CoordinatorState(ReplanFlags):
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Abort all trajectories in flight, and those that wait for the trainer."""
         for entry in self.ledger.live_groups.values():
-            for member, version in entry.routed.items() if entry.state is EntryState.OCCUPIED else ():
+            for member, version in entry.member_versions.items() if entry.state is GroupState.OCCUPIED else ():
                 self._add(
                     LiveTrajectory(id=member, group=entry.group, prompt_tokens=0, phase=Phase.DONE, v_traj=version)
                 )
@@ -459,7 +459,7 @@ class CoordinatorState(ReplanFlags):
 
     def _requeue_members(self, group: GroupId) -> None:
         """Move the queued members of a group to the level of its reservation, after that was made or changed."""
-        for member in sorted(self.ledger.live_groups[group].waiting):
+        for member in sorted(self.ledger.live_groups[group].unfinished):
             trajectory = self.live_trajectories[member]
             if trajectory.phase is Phase.QUEUED:
                 self.queue.remove(trajectory, trajectory.queue_level)

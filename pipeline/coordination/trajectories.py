@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluation
 
 

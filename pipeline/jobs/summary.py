@@ -16,8 +16,8 @@ from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import explain_not_comparable, group_by_set
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.step_records import lowest_average
-from staleflow.stores.auditing.drop_bias import DropBias, bias_report
-from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
+from staleflow.stores.auditing.drop_bias import DropBias, drop_bias_of_store
+from staleflow.stores.auditing.weight_counts import WeightCheckCounter, WeightCounts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text, replacing
 from staleflow.stores.metrics import STEP_METRICS, axis_title, tokens_per_s
@@ -70,8 +70,8 @@ def summarize(config: RunConfig, report: RunReport, run_dir: Path) -> dict[str, 
     if (run_dir / "store").exists():  # missing if the run was stopped while its actors started
         store = VersionedStore.open(run_dir / "store")
         table = store.stored_columns()
-        bias = bias_report(store)
-        weights = WeightChecks(store.commits()).counts()
+        bias = drop_bias_of_store(store)
+        weights = WeightCheckCounter(store.commits()).counts()
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = report.seconds_by_activity
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)

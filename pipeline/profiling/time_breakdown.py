@@ -24,7 +24,7 @@ from staleflow.pipeline.profiling.step_times import (
     find_slow_instances,
     sum_steps,
 )
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 from staleflow.tasks.emulation.cost_model import CostModel
 

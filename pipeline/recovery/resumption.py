@@ -16,8 +16,8 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.recovery.run_folder import list_checkpoints, load_job, require_run, write_job
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
-from staleflow.stores.metrics import with_rates
-from staleflow.stores.trajectories.records import CHANGEABLE_KEYS, RunHeader
+from staleflow.stores.metrics import steps_with_tokens_per_s
+from staleflow.stores.trajectories.records import RESUME_CHANGEABLE_KEYS, RunHeader
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
@@ -46,15 +46,15 @@ class Resumption:
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
-    """Load the job of a run to resume. Overrides may change only keys in CHANGEABLE_KEYS. If the number of steps
+    """Load the job of a run to resume. Overrides may change only keys in RESUME_CHANGEABLE_KEYS. If the number of steps
     changes, a decaying schedule keeps its length, because the learning rate would jump otherwise. Raises
     ConfigError."""
     require_run(run_dir)
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(CHANGEABLE_KEYS):
+        if not key.startswith(RESUME_CHANGEABLE_KEYS):
             raise ConfigError(
-                f"override {override}: cannot be changed when resuming; these can: {', '.join(CHANGEABLE_KEYS)}"
+                f"override {override}: cannot be changed when resuming; these can: {', '.join(RESUME_CHANGEABLE_KEYS)}"
             )
     if run_dir.resolve().name.startswith("."):
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
@@ -180,7 +180,9 @@ def prepare(config: RunConfig) -> Resumption:
     return Resumption(
         version=version,
         fingerprint=records[-1].weight_fingerprint if records else "",
-        step_metrics=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
+        step_metrics=tuple(
+            steps_with_tokens_per_s({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)
+        ),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
         num_earlier_starts=_latest_start_number(run_dir),
         drift_limit=records[-1].metrics.get("probe_limit", 0.0) if records else 0.0,

@@ -19,13 +19,13 @@ from staleflow.pipeline.coordination.mixture import count_by_source
 from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.run_folder import read_summary
 from staleflow.pipeline.run_page import listing
-from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
+from staleflow.pipeline.run_page.charts import chart_values, charts, have_many_turns, outcome_in_words
 from staleflow.pipeline.run_page.run_reader import RunReader, StoredSnapshot
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, explain_not_comparable
 from staleflow.pipeline.stored_runs.branch_diff import compare_branches
 from staleflow.pipeline.stored_runs.comparison import compare, make_result_tables
 from staleflow.pipeline.stored_runs.response_texts import message_spans
-from staleflow.pipeline.stored_runs.run_facts import read_facts
+from staleflow.pipeline.stored_runs.run_facts import read_run_facts
 from staleflow.pipeline.stored_runs.views import make_facts, make_trajectory_view
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StaleflowError
@@ -36,11 +36,11 @@ from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, EnvSpan, Sp
 MAX_TEXT_CHARACTERS, MAX_PAGE_CHARACTERS = 6_000, 400_000
 """Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
 all of its own."""
-EXCERPT, PROMPT_EXCERPT = 240, 2_000
+EXCERPT_CHARS, PROMPT_EXCERPT_CHARS = 240, 2_000
 """Characters of a response and of a prompt in a list; of the prompt the last, where most differ."""
-AUDITED_TOKENS = 50_000_000
+MAX_AUDITED_TOKENS = 50_000_000
 """Most tokens of a store that is audited for a page: some ten seconds; larger ones by the command line."""
-REPLAYED_BYTES = 32 * 2**20
+MAX_REPLAYED_BYTES = 32 * 2**20
 """Largest journal that is replayed for a page: some 15 seconds; longer ones by the command line."""
 
 
@@ -54,7 +54,7 @@ class RunApi:
         self._replay_lock = threading.Lock()
         self._audit_lock = threading.Lock()
 
-    def run(self, branch: str = MAIN) -> dict[str, Any]:
+    def overview(self, branch: str = MAIN) -> dict[str, Any]:
         """Facts about the run as a whole."""
         config, snapshot = self._reader.config, self._reader.read_snapshot(branch)
         evaluations = self._reader.evaluations()
@@ -80,7 +80,7 @@ class RunApi:
             "groups_per_step": config.batch.groups_per_step,
             "group_size": config.batch.group_size,
             "branches": [MAIN, *sorted(snapshot.store.branches())] if snapshot else [MAIN],
-            "ended": {in_words(key): count for key, count in num_ended.items()},
+            "ended": {outcome_in_words(key): count for key, count in num_ended.items()},
             "in_flight": snapshot.records[-1].ledger.num_live if snapshot and snapshot.records else 0,
             "evaluations": [_evaluation_values(evaluation) for evaluation in evaluations],
             "notes": [
@@ -89,8 +89,10 @@ class RunApi:
                 *(snapshot.weight_lines if snapshot and "weights" not in summary else ()),
                 *explain_not_comparable(evaluations),
             ],
-            "many_turns": any_many_turns(snapshot.records) if snapshot else False,
-            "charts": [chart.plain() for chart in charts(snapshot.records if snapshot else (), [*config.task.sources])],
+            "many_turns": have_many_turns(snapshot.records) if snapshot else False,
+            "charts": [
+                chart.page_values() for chart in charts(snapshot.records if snapshot else (), [*config.task.sources])
+            ],
         }
 
     def steps(self, branch: str = MAIN, first: int = 0, run: str = "", after: str = "") -> dict[str, Any]:
@@ -103,14 +105,14 @@ class RunApi:
         """
         if run == "other":
             snapshot = self._other.read_snapshot() if self._other else None
-            return series(snapshot.records if snapshot else (), max(0, first))
+            return chart_values(snapshot.records if snapshot else (), max(0, first))
         snapshot = self._require_snapshot(branch)
         if after and not snapshot.store.is_at_or_after(after):
             return {"reload": True}
         return {
             "snapshot": snapshot.store.snapshot,
             "state": self._reader.state(),
-            **series(snapshot.records, max(0, first)),
+            **chart_values(snapshot.records, max(0, first)),
         }
 
     def settings(self) -> dict[str, Any]:
@@ -138,22 +140,22 @@ class RunApi:
         if self._other is None or first is None or second is None:
             return {"tables": []}
         runs = [
-            read_facts(self._reader.run_dir, first.store, self._reader.config.name, {}),
-            read_facts(self._other.run_dir, second.store, _other_name(self._reader.config, self._other), {}),
+            read_run_facts(self._reader.run_dir, first.store, self._reader.config.name, {}),
+            read_run_facts(self._other.run_dir, second.store, _other_name(self._reader.config, self._other), {}),
         ]
         return {"tables": [asdict(table) for table in make_result_tables(compare(runs)) if table.rows]}
 
     def audit(self) -> dict[str, Any]:
         """Audit the stored main branch of the run. One audit runs at a time."""
         snapshot = self._require_snapshot(MAIN)
-        if snapshot.store.summary().num_tokens > AUDITED_TOKENS:
+        if snapshot.store.summary().num_tokens > MAX_AUDITED_TOKENS:
             raise ConfigError(
-                f"the store has more tokens than a page audits ({AUDITED_TOKENS:,}); use staleflow store audit "
+                f"the store has more tokens than a page audits ({MAX_AUDITED_TOKENS:,}); use staleflow store audit "
                 f"{self._reader.run_dir}"
             )
         with self._audit_lock:
             report = audit(snapshot.store)
-        return {"verdict": report.verdict, "proves": report.proves, "lines": report.lines}
+        return {"verdict": report.verdict, "proves": report.is_verified, "lines": report.lines}
 
     def groups(
         self, branch: str = MAIN, step: int = 0, where: str = "", order: str = "trained", page: int = 1
@@ -163,7 +165,7 @@ class RunApi:
         record = next((r for r in snapshot.steps if r.step == step), None)
         if record is None:
             raise ConfigError(f"step {step} is not stored; there are {len(snapshot.steps)} steps, counted from 0")
-        page_of_rows = listing.groups_of_step(snapshot.columns, step, where, order, page)
+        page_of_rows = listing.group_page(snapshot.columns, step, where, order, page)
         return {
             "step": step,
             "num_steps": len(snapshot.steps),
@@ -179,10 +181,10 @@ class RunApi:
         """A step's whole batch with a value per trajectory: reward, length, staleness, and its phases from the
         journal."""
         columns = self._require_snapshot(branch).columns
-        positions = listing.batch_of_step(columns, step)
+        positions = listing.batch_positions(columns, step)
         names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
         ids = columns["trajectory"][positions].tolist()
-        with self._reader.journal() as journal:
+        with self._reader.journal_index() as journal:
             lives, read_share = journal.phase_intervals(ids), journal.read_share
         return {
             "read_share": read_share,
@@ -199,10 +201,10 @@ class RunApi:
 
     def _groups(self, snapshot: StoredSnapshot, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
         matching_mask = listing.selection_mask(snapshot.columns, where)
-        positions_by_group = listing.members(snapshot.columns, ids)
+        positions_by_group = listing.positions_by_group(snapshot.columns, ids)
         all_positions = sorted(np.concatenate([*positions_by_group.values(), np.zeros(0, np.int64)]).tolist())
         rows = dict(zip(all_positions, snapshot.store.trajectories_at(all_positions), strict=True))
-        limit = min(MAX_TEXT_CHARACTERS, max(EXCERPT, MAX_PAGE_CHARACTERS // max(1, len(rows))))
+        limit = min(MAX_TEXT_CHARACTERS, max(EXCERPT_CHARS, MAX_PAGE_CHARACTERS // max(1, len(rows))))
         groups = []
         for id, positions in positions_by_group.items():
             page_rows = [rows[position] for position in positions.tolist()]
@@ -257,7 +259,7 @@ class RunApi:
     def trajectories(self, branch: str = MAIN, where: str = "", sort: str = "-step", page: int = 1) -> dict[str, Any]:
         """A page of trajectories, as values of columns."""
         snapshot = self._require_snapshot(branch)
-        page_of_rows = listing.trajectories(snapshot.columns, where, sort, page)
+        page_of_rows = listing.trajectory_page(snapshot.columns, where, sort, page)
         columns = {name: column[page_of_rows.items].tolist() for name, column in snapshot.columns.items()}
         return {
             "page": page_of_rows.page,
@@ -279,8 +281,10 @@ class RunApi:
                 continue
             t, decode = row.trajectory, self._reader.detokenizer.text
             texts_by_trajectory[int(t.id)] = {
-                "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), keep_special=True)[-PROMPT_EXCERPT:],
-                "response": decode(t.response_tokens[:EXCERPT].tolist(), keep_special=True)[:EXCERPT],
+                "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT_CHARS:].tolist(), keep_special=True)[
+                    -PROMPT_EXCERPT_CHARS:
+                ],
+                "response": decode(t.response_tokens[:EXCERPT_CHARS].tolist(), keep_special=True)[:EXCERPT_CHARS],
             }
         return {"texts": texts_by_trajectory}
 
@@ -290,9 +294,9 @@ class RunApi:
         snapshot = self._require_snapshot(branch)
         columns = snapshot.columns
         return {
-            **listing.distribution(columns, where, column),
-            "by_fate": listing.by_fate(columns, where),
-            "bias": snapshot.bias,
+            **listing.histograms_by_fate(columns, where, column),
+            "by_fate": listing.statistics_by_outcome(columns, where),
+            "bias": snapshot.drop_bias_lines,
         }
 
     def trajectory(self, branch: str = MAIN, id: int = 0) -> dict[str, Any]:
@@ -301,7 +305,7 @@ class RunApi:
         position = snapshot.position(id)
         (row,) = snapshot.store.trajectories_at([position])
         columns = snapshot.columns
-        siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
+        siblings = listing.positions_by_group(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {
             "note": self._reader.token_ids_note,
             "siblings": [
@@ -312,7 +316,7 @@ class RunApi:
         if isinstance(row, UnreadableRow):
             return {"trajectory": id, "damaged": row.error, **around}
         view = make_trajectory_view(row, self._reader.detokenizer, snapshot.store.recomputed_logprobs(TrajectoryId(id)))
-        with self._reader.journal() as journal:
+        with self._reader.journal_index() as journal:
             story, read_share = journal.story(id), journal.read_share
         ratios = [None if t.ratio is None else _json_value(round(t.ratio, 5)) for t in view.tokens]
         return {
@@ -339,9 +343,9 @@ class RunApi:
         """A trajectory's story with the coordinator's reasons, from replaying the journal."""
         run_dir = self._reader.run_dir
         size = sum(uncompressed_bytes(file) for _, events in list_start_files(run_dir) for file in list_files(events))
-        if size > REPLAYED_BYTES:
+        if size > MAX_REPLAYED_BYTES:
             raise ConfigError(
-                f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "
+                f"the journal has {size / 2**20:.0f} MiB, a page replays {MAX_REPLAYED_BYTES / 2**20:.0f}; use "
                 f"staleflow replay {run_dir} --trajectory {id}"
             )
         with self._replay_lock:
@@ -350,7 +354,7 @@ class RunApi:
 
     def lanes(self, begin_s: float = 0.0, end_s: float = 1e18, bins: int = 400) -> dict[str, Any]:
         """Instances, trainer and queues over time."""
-        with self._reader.journal() as journal:
+        with self._reader.journal_index() as journal:
             return journal.window(begin_s, end_s, bins)
 
     def compare(self, first: str = MAIN, second: str = MAIN) -> dict[str, Any]:

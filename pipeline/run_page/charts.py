@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, Metric, with_rates
+from staleflow.stores.metrics import SOURCE_METRICS, SOURCE_PREFIX, STEP_METRICS, Metric, steps_with_tokens_per_s
 from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import Fate
 
@@ -24,10 +24,10 @@ class Chart:
     """Whether the staleness bound is drawn."""
     shows_held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
-    many_turns: bool = False
+    is_only_for_many_turns: bool = False
     """Whether the chart is left out for a run whose trajectories all have one turn."""
 
-    def plain(self) -> dict[str, Any]:
+    def page_values(self) -> dict[str, Any]:
         """The chart as plain values for the page, with unit and descriptions."""
         return {
             "title": self.title, "hint": self.hint, "held_out": self.shows_held_out,
@@ -85,9 +85,19 @@ CHARTS = (
     Chart(title="KL(rollout || trainer)", names=("kl_rollout",), hint="fresh tokens"),
     Chart(title="throughput", names=("tokens_per_s",), hint="tokens trained on over wall time"),
     Chart(title="seconds of a step", names=("train_s", "wait_s", "publish_s", "fetch_s", "overhead_s")),
-    Chart(title="turns", names=("turns_mean", "turns_max"), hint="of the batch", many_turns=True),
-    Chart(title="branches", names=("branches",), hint="of the batch: conversations left their past", many_turns=True),
-    Chart(title="tools", names=("tool_s",), hint="mean wait of a trajectory for its environment", many_turns=True),
+    Chart(title="turns", names=("turns_mean", "turns_max"), hint="of the batch", is_only_for_many_turns=True),
+    Chart(
+        title="branches",
+        names=("branches",),
+        hint="of the batch: conversations left their past",
+        is_only_for_many_turns=True,
+    ),
+    Chart(
+        title="tools",
+        names=("tool_s",),
+        hint="mean wait of a trajectory for its environment",
+        is_only_for_many_turns=True,
+    ),
     Chart(title="sampling time", names=("sampling_s",), hint="first routing to last token"),
     Chart(title="learning rate", names=("learning_rate",)),
     Chart(title="failed rewards", names=("reward_errors",), hint="trajectories not scored"),
@@ -100,7 +110,7 @@ SOURCE_CHART_TITLES = {"reward": "reward by task", "trained_share": "trained gro
 
 def charts(records: Sequence[CommitRecord], sources: Sequence[str] = ()) -> list[Chart]:
     """The charts that apply to a run with these step records. sources: names of its task sources, if it has several."""
-    many_turns = any_many_turns(records)
+    many_turns = have_many_turns(records)
     of_tasks = [
         Chart(
             title=title,
@@ -110,16 +120,16 @@ def charts(records: Sequence[CommitRecord], sources: Sequence[str] = ()) -> list
         for metric, title in SOURCE_CHART_TITLES.items()
         if sources
     ]
-    first, *others = [chart for chart in CHARTS if many_turns or not chart.many_turns]
+    first, *others = [chart for chart in CHARTS if many_turns or not chart.is_only_for_many_turns]
     return [first, *of_tasks, *others]
 
 
-def any_many_turns(records: Sequence[CommitRecord]) -> bool:
+def have_many_turns(records: Sequence[CommitRecord]) -> bool:
     """Whether any of these steps trained on a trajectory with several turns."""
     return any(r.metrics.get("turns_max", 0) > 1 for r in records)
 
 
-def series(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
+def chart_values(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
     """Values of the charts for the training steps from index `first` on.
 
     Returns {"step": [S], "lines": {metric: [S]}, "drops": {"fate: reason": [S]}}. A value is None where a step has no
@@ -128,7 +138,9 @@ def series(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
     steps = [r for r in records if r.kind == "step"]
     first = min(first, len(steps))
     before = steps[first - 1] if first else None
-    step_metrics = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
+    step_metrics = steps_with_tokens_per_s({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[
+        1 if first else 0 :
+    ]
     names = {name for chart in CHARTS for name in chart.names}
     present_names = sorted(
         {name for step in step_metrics for name in step if name in names or name.startswith(SOURCE_PREFIX)}
@@ -140,7 +152,7 @@ def series(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
     for key in reasons:
         totals = [0 if before is None else before.ledger.num_ended.get(key, 0)]
         totals += [r.ledger.num_ended.get(key, 0) for r in new_steps]
-        drops[in_words(key)] = [max(0, b - a) for a, b in itertools.pairwise(totals)]
+        drops[outcome_in_words(key)] = [max(0, b - a) for a, b in itertools.pairwise(totals)]
     return {
         "step": [r.step for r in new_steps],
         "lines": {name: [round_finite(step.get(name)) for step in step_metrics] for name in present_names},
@@ -148,10 +160,10 @@ def series(records: Sequence[CommitRecord], first: int) -> dict[str, Any]:
     }
 
 
-def in_words(outcome: str) -> str:
+def outcome_in_words(outcome: str) -> str:
     """Format a key of the ledger's counts for display.
 
-    >>> in_words("aborted:surplus_member")
+    >>> outcome_in_words("aborted:surplus_member")
     'aborted: surplus member'
     """
     return outcome.removesuffix(":none").replace(":", ": ").replace("_", " ")

@@ -58,8 +58,8 @@ TEXT_DETAILS = (SCORED, DISCARDED, ENVIRONMENT_FAILED)
 MAX_BINS = 1_000
 
 
-class StepFunction:
-    """A number as a step function of time."""
+class ValueOverTime:
+    """A number over time, which stays the same between two changes."""
 
     def __init__(self) -> None:
         self.times = array("d")
@@ -90,9 +90,9 @@ class InstanceHistory:
     """The history of one rollout instance. version: -1 while it is gone."""
 
     name: str
-    version: StepFunction = field(default_factory=StepFunction)
-    running: StepFunction = field(default_factory=StepFunction)
-    pulling: StepFunction = field(default_factory=StepFunction)
+    version: ValueOverTime = field(default_factory=ValueOverTime)
+    running: ValueOverTime = field(default_factory=ValueOverTime)
+    pulling: ValueOverTime = field(default_factory=ValueOverTime)
     max_running: int = 0
     num_running: int = 0
 
@@ -103,9 +103,9 @@ class JournalIndex:
     def __init__(self, members_per_group: int) -> None:
         self._members_per_group = members_per_group
         self.instances: dict[str, InstanceHistory] = {}
-        self.training = StepFunction()
+        self.training = ValueOverTime()
         """1 while a step is being trained."""
-        self.step = StepFunction()
+        self.step = ValueOverTime()
         """The step whose training began last."""
         self.starts: list[float] = []
         """When each start of the run began."""
@@ -123,7 +123,7 @@ class JournalIndex:
         self._instance_indices, self._details = array("h"), array("q")
         self._names: list[str] = []
         self._texts: dict[str, int] = {}
-        self._counts = [StepFunction() for _ in PHASE_LABELS]
+        self._counts = [ValueOverTime() for _ in PHASE_LABELS]
         self._num_in_phase = [0] * len(PHASE_LABELS)
         self._current_phases: dict[int, tuple[int, str]] = {}
         """Phase of each live trajectory, and the instance that runs it."""

@@ -50,7 +50,7 @@ def selection_mask(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
         raise ConfigError(str(error).removeprefix("where ")) from error
 
 
-def trajectories(columns: Columns, where: str, sort: str, page: int) -> Page:
+def trajectory_page(columns: Columns, where: str, sort: str, page: int) -> Page:
     """A page of the trajectories that a filter selects, sorted by a column.
 
     Args:
@@ -80,7 +80,7 @@ def _page(items: npt.NDArray[Any], page: int, size: int) -> Page:
     return Page(items=items[(page - 1) * size : page * size], page=page, num_pages=num_pages, total=len(items))
 
 
-def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
+def histograms_by_fate(columns: Columns, where: str, name: str) -> dict[str, Any]:
     """Histogram of a numeric column over the selected trajectories, by fate: {"edges": [B + 1], "fates": {fate: [B]}}.
     Rewards are of those that were scored. Raises ConfigError."""
     if name not in columns or columns[name].dtype.kind in "US":
@@ -100,7 +100,7 @@ def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
     return {"column": name, "edges": edges.tolist(), "fates": {fate: c for fate, c in counts.items() if any(c)}}
 
 
-def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
+def statistics_by_outcome(columns: Columns, where: str) -> list[dict[str, Any]]:
     """Compare trajectories that were trained on with others: a row for each fate and reason of the selected ones, with
     their number, mean length, mean reward of those scored (None without any) and truncated share. Raises
     ConfigError."""
@@ -124,18 +124,18 @@ def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def batch_of_step(columns: Columns, step: int) -> Positions:
+def batch_positions(columns: Columns, step: int) -> Positions:
     """Positions of the trajectories that a step trained on, in its order."""
     (positions,) = np.nonzero((columns["step"] == step) & (columns["fate"] == Fate.CONSUMED.value))
     return positions
 
 
-def groups_of_step(columns: Columns, step: int, where: str, order: str, page: int) -> Page:
+def group_page(columns: Columns, step: int, where: str, order: str, page: int) -> Page:
     """A page of the groups that a step trained on and that have a member which the filter `where` selects. Raises
     ConfigError."""
     if order not in GROUP_ORDERS:
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
-    positions = batch_of_step(columns, step)
+    positions = batch_positions(columns, step)
     ids, first, group_indices = np.unique(columns["group"][positions], return_index=True, return_inverse=True)
     rewarded = has_reward(columns)[positions]
     group_of_reward, rewards = group_indices[rewarded], columns["reward"][positions][rewarded].astype(np.float64)
@@ -158,7 +158,7 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     return _page(ids[sorted_ids], page, GROUPS_PER_PAGE)
 
 
-def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
+def positions_by_group(columns: Columns, groups: Positions) -> dict[int, Positions]:
     """Positions of each group's members in the store, by group id. Members that were trained on come first."""
     (positions,) = np.nonzero(np.isin(columns["group"], groups))
     is_consumed = columns["fate"][positions] == Fate.CONSUMED.value

@@ -41,7 +41,7 @@ RESPONSE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
+STATIC_FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_PATHS = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare", "/job")
 """Addresses that a browser may open: one page, which reads from its address what to show."""
@@ -52,8 +52,8 @@ class InvalidQuery(ConfigError):
     """A value in the URL is invalid."""
 
 
-def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
-    """The ASGI application. names: accepted host names, besides addresses and localhost."""
+def application(run_api: RunApi, host_names: frozenset[str]) -> ASGIApp:
+    """The ASGI application. host_names: those that are accepted, besides addresses and localhost."""
 
     def api_route(answer: Callable[..., dict[str, Any]]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -69,7 +69,7 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
         return Route(f"/api/{answer.__name__}", endpoint, methods=["GET"])
 
     answers = (
-        run_api.run, run_api.steps, run_api.settings, run_api.result_tables, run_api.audit, run_api.groups,
+        run_api.overview, run_api.steps, run_api.settings, run_api.result_tables, run_api.audit, run_api.groups,
         run_api.batch, run_api.group, run_api.trajectories, run_api.excerpts, run_api.distribution, run_api.trajectory,
         run_api.story, run_api.lanes, run_api.compare,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def application(run_api: RunApi, names: frozenset[str]) -> ASGIApp:
         *(Route(path, _page, methods=["GET"]) for path in PAGE_PATHS),
     ]
     compression = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
-    return _RequestFilter(Starlette(routes=routes, middleware=[compression]), names)
+    return _RequestFilter(Starlette(routes=routes, middleware=[compression]), host_names)
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:
@@ -95,7 +95,7 @@ async def _file(request: Request) -> Response:
 
 
 def _static(name: str) -> Response:
-    file = next((file for file in FILES.iterdir() if file.name == name), None)
+    file = next((file for file in STATIC_FILES.iterdir() if file.name == name), None)
     if file is None:
         return PlainTextResponse("not found", 404)
     kind = MEDIA_TYPES.get(name[name.rfind(".") :], "application/octet-stream")
@@ -132,9 +132,9 @@ class _RequestFilter:
     """Refuses other methods than GET and HEAD and names that are not this machine's, and adds RESPONSE_HEADERS to
     answers."""
 
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, host_names: frozenset[str]) -> None:
         self._app = app
-        self._names = names
+        self._host_names = host_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -152,19 +152,19 @@ class _RequestFilter:
         app = self._app
         if scope["method"] not in ("GET", "HEAD"):
             app = PlainTextResponse("only GET", 405)
-        elif not is_allowed_host(host, self._names):
+        elif not is_allowed_host(host, self._host_names):
             app = PlainTextResponse(f"this server does not answer to {host!r}; start it with --host", 421)
         await app(scope, receive, send_with_headers)
 
 
-def is_allowed_host(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header is accepted: an address, which no other site can claim, localhost, or one of `names`.
+def is_allowed_host(host: str, host_names: frozenset[str]) -> bool:
+    """Whether a Host header is accepted: an address, which no other site can claim, localhost, or one of `host_names`.
 
     >>> [is_allowed_host(host, frozenset({"box"})) for host in ("127.0.0.1:80", "[::1]:80", "box", "evil.example", "")]
     [True, True, True, False, False]
     """
     name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() in names | {"localhost"}:
+    if name.lower() in host_names | {"localhost"}:
         return True
     try:
         ipaddress.ip_address(name)
@@ -200,9 +200,9 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
 def make_server(run_api: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
     """Create a server. Its `run(sockets=[...])` serves until it is interrupted. host: name on which it listens.
     on_start: called when it accepts requests."""
-    names = frozenset({host.lower(), socket.gethostname().lower()})
+    host_names = frozenset({host.lower(), socket.gethostname().lower()})
     config = uvicorn.Config(
-        application(run_api, names), log_level="warning", lifespan="off", ws="none", server_header=False,
+        application(run_api, host_names), log_level="warning", lifespan="off", ws="none", server_header=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip
     return _Server(config, on_start)

@@ -29,8 +29,8 @@ from staleflow.pipeline.recovery.run_folder import is_in_use, load_job, require_
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations, read_suites
 from staleflow.pipeline.stored_runs.response_texts import make_display_detokenizer
-from staleflow.stores.auditing.drop_bias import compute_bias
-from staleflow.stores.auditing.weight_counts import WeightChecks
+from staleflow.stores.auditing.drop_bias import compute_drop_bias
+from staleflow.stores.auditing.weight_counts import WeightCheckCounter
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectories.repository import MAIN
@@ -41,7 +41,7 @@ MAX_CACHED_BRANCHES = 2
 """Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
 
 
-READ_AT_ONCE = 16 * 2**20
+READ_AT_ONCE_BYTES = 16 * 2**20
 """Bytes of a journal read for one request: about a second."""
 
 
@@ -63,7 +63,7 @@ class StoredSnapshot:
     @cached_property
     def weight_lines(self) -> tuple[str, ...]:
         """Counts of verified, unverified and contradicted weights as lines; empty before the first pull."""
-        counts = WeightChecks(self.records).counts()
+        counts = WeightCheckCounter(self.records).counts()
         return counts.lines if counts.verified or counts.not_verified or counts.contradicted else ()
 
     @property
@@ -77,9 +77,9 @@ class StoredSnapshot:
         return self.store.displayed_columns()
 
     @cached_property
-    def bias(self) -> list[str]:
+    def drop_bias_lines(self) -> list[str]:
         """How dropped trajectories differ from trained ones, one line each; see stores/auditing/drop_bias.py."""
-        return compute_bias([self.columns]).lines
+        return compute_drop_bias([self.columns]).lines
 
     def position(self, trajectory: int) -> int:
         """Position of a trajectory in the store. Raises ConfigError."""
@@ -101,7 +101,7 @@ class JournalFollower:
         self._incomplete_bytes = 0
         """Bytes of incomplete last lines that the latest call has seen."""
 
-    def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
+    def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE_BYTES) -> None:
         """Read new lines of the journals, at most about `max_bytes` bytes. If a file was replaced, all are read again;
         a part that was renamed or compressed has the same contents."""
         files, inodes, sizes = _list_journal_files(journals)
@@ -218,7 +218,7 @@ class RunReader:
         return [*read_evaluations(self.run_dir), *read_suites(self.run_dir)]
 
     @contextlib.contextmanager
-    def journal(self) -> Iterator[JournalIndex]:
+    def journal_index(self) -> Iterator[JournalIndex]:
         """Context manager: the index of the run's journal, for one reader at a time. Each call reads a limited part of
         a long journal; the index says how much it has read."""
         with self._journal_lock:

@@ -53,7 +53,7 @@ from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.pipeline.runtime.scoring import ScoreQueue
 from staleflow.pipeline.runtime.step_records import RecordBuilder
 from staleflow.pipeline.runtime.teacher_queue import TeacherQueue
-from staleflow.stores.metrics import with_rate
+from staleflow.stores.metrics import step_with_tokens_per_s
 from staleflow.stores.trajectories.records import CommitRecord
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -415,7 +415,7 @@ class Driver:
         """Report a committed step to the listener. metrics: metrics of its batch from the trajectory server."""
         if record.kind == "step":
             step_metrics = {"step": float(record.step), **record.metrics, **metrics}
-            step = with_rate(step_metrics, next(reversed(self.report.steps), None))
+            step = step_with_tokens_per_s(step_metrics, next(reversed(self.report.steps), None))
             self.report.steps.append(step)
             self._log_resume_points()
             self._measure_activities()

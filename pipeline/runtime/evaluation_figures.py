@@ -11,7 +11,7 @@ from staleflow.stores.reward_statistics import (
     best_of,
     estimate,
     is_binary,
-    majority,
+    majority_reward,
     paired_difference,
     pass_at_ks,
 )
@@ -89,7 +89,7 @@ def compute_figures(rewards: SetRewards, samples: int, base_rewards: SetRewards)
     prompts = list(rewards.values())
     complete_prompts = [p for p in prompts if len(p.sampled) == samples]
     best_estimates = {k: estimate([[best_of(p.sampled, k)] for p in complete_prompts]) for k in pass_at_ks(samples)}
-    votes = [[majority(p.answers, p.sampled)] for p in complete_prompts if p.answers] if samples > 2 else []
+    votes = [[majority_reward(p.answers, p.sampled)] for p in complete_prompts if p.answers] if samples > 2 else []
     majority_estimate = estimate(votes)
     sampled, greedy = estimate([p.sampled for p in prompts]), estimate([p.greedy for p in prompts])
     return EvaluationFigures(

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.auditing.audit import MAX_TOKENS, AuditReport, audit
+from staleflow.stores.auditing.audit import MAX_BLOCK_TOKENS, AuditReport, audit
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -21,15 +21,15 @@ POOL_MIN_TOKENS = 2**25
 """Tokens of a store above which starting processes saves time."""
 
 
-def make_plan(memory_mib: int, workers: int, num_tokens: int) -> tuple[int, int]:
+def plan_processes(memory_mib: int, workers: int, num_tokens: int) -> tuple[int, int]:
     """Plan the audit of a store of `num_tokens` tokens with at most `workers` processes.
 
     Returns the number of local worker processes, 0 for only this process, and the tokens per block of each process.
     Raises ConfigError if the limit is too low for one.
 
-    >>> make_plan(1024, 2, 10**9)
+    >>> plan_processes(1024, 2, 10**9)
     (2, 1277952)
-    >>> make_plan(512, 2, 10**9)
+    >>> plan_processes(512, 2, 10**9)
     (0, 2097152)
     """
     if workers > 1 and num_tokens > POOL_MIN_TOKENS:
@@ -38,15 +38,15 @@ def make_plan(memory_mib: int, workers: int, num_tokens: int) -> tuple[int, int]
             block_mib = (memory_mib - PROCESS_WITH_POOL_MIB - count * WORKER_MIB) // (count + 1)
             max_tokens = block_mib * MIB // BYTES_PER_TOKEN
             if max_tokens >= MIN_TOKENS:
-                return count, min(max_tokens, MAX_TOKENS)
+                return count, min(max_tokens, MAX_BLOCK_TOKENS)
     max_tokens = (memory_mib - PROCESS_MIB) * MIB // BYTES_PER_TOKEN
     if max_tokens < MIN_TOKENS:
         min_mib = PROCESS_MIB + MIN_TOKENS * BYTES_PER_TOKEN // MIB
         raise ConfigError(f"memory limit of {memory_mib} MiB: an audit takes at least {min_mib} MiB")
-    return 0, min(max_tokens, MAX_TOKENS)
+    return 0, min(max_tokens, MAX_BLOCK_TOKENS)
 
 
-def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
+def audit_within_memory(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
     """Audit a store within a limit of memory.
 
     Args:
@@ -65,7 +65,7 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
         num_tokens = store.summary().num_tokens
     except StoreError:
         num_tokens = 0  # the audit reports the damage
-    num_workers, max_tokens = make_plan(memory_mib, workers if client is None else 0, num_tokens)
+    num_workers, max_tokens = plan_processes(memory_mib, workers if client is None else 0, num_tokens)
     if client is None and not num_workers:
         return audit(store, max_tokens=max_tokens)
     from staleflow.pipeline.stored_runs.pool import open_pool  # takes a second

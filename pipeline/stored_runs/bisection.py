@@ -149,7 +149,7 @@ def make_plan(run_dir: Path, since: int, at: int, metric: str = REWARD) -> Bisec
     for start in starts:
         if start.problem and start.steps.stop > since and start.steps.start < at:
             raise ConfigError(f"bisect: {format_steps(start.steps)}: {start.problem}")
-    origins = verification.find_origins(run_dir, starts)
+    origins = verification.find_repeat_versions(run_dir, starts)
     if since not in origins:
         raise ConfigError(f"bisect: version {since}: no resume point of it or before is kept; choose a later --since")
     first = origins[since]
@@ -164,7 +164,7 @@ def make_plan(run_dir: Path, since: int, at: int, metric: str = REWARD) -> Bisec
         where="",
         epochs=1,
         out="",
-        exact=True,
+        is_unchanged=True,
         prompt_seed=config.seed,
     )
     return BisectionPlan(

@@ -19,7 +19,7 @@ from staleflow.stores.files import replace_text
 from staleflow.stores.printable import printable
 from staleflow.stores.reward_statistics import Interval
 
-MAX_COMMAND = 2000
+MAX_COMMAND_CHARS = 2000
 """Characters of a command up to which it is printed; the page has longer ones."""
 
 
@@ -38,7 +38,9 @@ def result_lines(result: Bisection) -> Iterator[str]:
         yield line + _difference(trial) + ("  prevents it" if trial.prevents else "")
     yield from _conclusions(result)
     for line in _commands(result):
-        yield f"  {line}" if len(line) <= MAX_COMMAND else f"  (a command of {len(line)} characters is on the page)"
+        yield (
+            f"  {line}" if len(line) <= MAX_COMMAND_CHARS else f"  (a command of {len(line)} characters is on the page)"
+        )
     if result.page:
         yield f"page: {result.page}"
 
@@ -134,7 +136,7 @@ pre { overflow-x: auto; padding: .6rem; border: 1px solid var(--line); border-ra
 def make_page(result: Bisection) -> str:
     """The page: a row for each change, with the mean reward and its interval between the two versions' rewards."""
     since, at = _mean(result, result.since), _mean(result, result.at)
-    low, high = _range(result)
+    low, high = _reward_range(result)
 
     def x(reward: float) -> str:
         return f"{100 * (reward - low) / (high - low):.2f}%"
@@ -196,7 +198,7 @@ def _text(text: str) -> str:
     return escape(printable(text))
 
 
-def _range(result: Bisection) -> tuple[float, float]:
+def _reward_range(result: Bisection) -> tuple[float, float]:
     """The rewards at the left and the right edge of the picture."""
     trials = _all_trials(result)
     intervals = [result.reward_since.interval, result.reward_at.interval, *(trial.interval for trial in trials)]

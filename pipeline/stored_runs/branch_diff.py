@@ -16,7 +16,7 @@ from staleflow.stores.trajectories.columns import FATES
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 
-IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
+IDENTITY_COLUMNS = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
 """Columns that no branch changes. Rows with equal values in them are the same row."""
 
 
@@ -93,7 +93,7 @@ def _num_common_rows(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Ma
     that were undone. A commit is common as a whole or not at all."""
     rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
     # A trajectory that was undone and sampled again keeps its id, but its text is stored elsewhere.
-    equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
+    equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY_COLUMNS])
     return rows if equal.all() else int(np.argmin(equal))
 
 

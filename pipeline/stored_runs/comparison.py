@@ -24,9 +24,9 @@ MAX_BINS = 10
 """Maximum number of points of a curve, since single steps are too noisy to compare."""
 AXES = ("steps", "tokens", "seconds")
 """Axes that rewards are plotted over; tokens are those that contributed to a gradient."""
-TIMES = ("wait_s", "train_s", "publish_s", "overhead_s")
+TIME_METRICS = ("wait_s", "train_s", "publish_s", "overhead_s")
 """Metrics of a step that make up the time of the trainer."""
-TRAINING = "training prompts"
+TRAINING_PROMPTS = "training prompts"
 """Name that stands for an evaluation set in comparisons of training rewards."""
 
 
@@ -41,9 +41,9 @@ class EvaluationFacts:
     """Mean at temperature, or greedy if nothing was sampled."""
     stderr: float | None
     """Over prompts."""
-    function: str
-    """Fingerprint of the reward; empty if unknown."""
-    prompts: SetRewards
+    reward_fingerprint: str
+    """Empty if unknown."""
+    rewards_by_prompt: SetRewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ class RunFacts:
     evaluations: Sequence[EvaluationFacts] = ()
     training_rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Rewards of all scored responses, by source and row of the data set; empty if rows are not known."""
-    reward: str = ""
-    """Fingerprint of the reward function; empty if unknown."""
-    data: str = ""
-    """Fingerprint of the prompts' source; empty if unknown."""
+    reward_fingerprint: str = ""
+    """Of the reward function; empty if unknown."""
+    data_fingerprint: str = ""
+    """Of the prompts' source; empty if unknown."""
     diagnosis: str = ""
     """What limited its speed, in one line."""
 
@@ -117,7 +117,7 @@ class PromptDifference:
     base: str
     job: str
     set: str
-    """Name of the evaluation set, or TRAINING."""
+    """Name of the evaluation set, or TRAINING_PROMPTS."""
     responses: str
     """Which of a prompt's responses: "sampled", "greedy", or "trained": all that were scored in training."""
     version: int
@@ -134,7 +134,7 @@ class TimeUse:
     job: str
     elapsed_s: float
     seconds: dict[str, float]
-    """Seconds by the metrics of TIMES, and `rest_s`."""
+    """Seconds by the metrics of TIME_METRICS, and `rest_s`."""
     tokens: float
     tokens_per_s: float
     """Response tokens of all batches over elapsed_s."""
@@ -277,20 +277,20 @@ def _compare_on_same_prompts(base_job: _JobRuns, job: _JobRuns) -> Iterator[Prom
     by_point = [{(e.set, e.version): e for e in run.evaluations} for run in all_runs]
     for name, version in sorted(set.intersection(*({*run_evaluations} for run_evaluations in by_point))):
         evaluations = [run_evaluations[name, version] for run_evaluations in by_point]
-        reason = _explain_other_rewards(evaluation.function for evaluation in evaluations)
+        reason = _explain_other_rewards(evaluation.reward_fingerprint for evaluation in evaluations)
         for responses in ("sampled", "greedy"):
-            rewards_by_run = [{p: getattr(r, responses) for p, r in e.prompts.items()} for e in evaluations]
+            rewards_by_run = [{p: getattr(r, responses) for p, r in e.rewards_by_prompt.items()} for e in evaluations]
             count = len(base_job.runs)
             if all(any(run_evaluations.values()) for run_evaluations in rewards_by_run):
                 rewards = _merge_rewards(rewards_by_run[:count]), _merge_rewards(rewards_by_run[count:])
                 yield _make_difference(base_job, job, name, responses, version, rewards, reason)
-    reason = _explain_other_rewards(run.reward for run in all_runs)
-    if len({run.data for run in all_runs}) > 1 or not all_runs[0].data:
+    reason = _explain_other_rewards(run.reward_fingerprint for run in all_runs)
+    if len({run.data_fingerprint for run in all_runs}) > 1 or not all_runs[0].data_fingerprint:
         reason = "other data, or unknown"
     elif not all(run.training_rewards for run in all_runs):
         reason = "the rows of the prompts are not stored"
     yield _make_difference(
-        base_job, job, TRAINING, "trained", -1,
+        base_job, job, TRAINING_PROMPTS, "trained", -1,
         (
             _merge_rewards(run.training_rewards for run in base_job.runs),
             _merge_rewards(run.training_rewards for run in job.runs),
@@ -336,7 +336,7 @@ def _make_difference(
 
 def _measure_time_use(job: _JobRuns) -> TimeUse:
     elapsed_s = statistics.fmean(run.steps[-1].get("elapsed_s", 0.0) if run.steps else 0.0 for run in job.runs)
-    seconds = {name: statistics.fmean(_sum(run, name) for run in job.runs) for name in TIMES}
+    seconds = {name: statistics.fmean(_sum(run, name) for run in job.runs) for name in TIME_METRICS}
     sampled = statistics.fmean(_sum(run, "response_tokens") for run in job.runs)
     return TimeUse(
         job=job.name,
@@ -361,7 +361,7 @@ TIME_TITLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TextTable:
     """A table; the first column has the names of the rows."""
 
     title: str
@@ -369,11 +369,11 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def make_curve_tables(comparison: Comparison) -> Iterator[Table]:
+def make_curve_tables(comparison: Comparison) -> Iterator[TextTable]:
     """Settings that differ, and rewards of batches over each axis."""
     jobs = list(comparison.jobs)
     settings = [[setting.key, *setting.values.values()] for setting in comparison.settings]
-    yield Table(title="Settings that differ", columns=["", *jobs], rows=settings)
+    yield TextTable(title="Settings that differ", columns=["", *jobs], rows=settings)
     for axis, column in AXIS_COLUMNS.items():
         points = {(p.end, p.job): p for p in comparison.rewards if p.axis == axis}
         digits = 1 if axis == "seconds" else 0
@@ -381,21 +381,21 @@ def make_curve_tables(comparison: Comparison) -> Iterator[Table]:
             [f"{end:,.{digits}f}", *(_format_point(points.get((end, job))) for job in jobs)]
             for end in sorted({end for end, _ in points})
         ]
-        yield Table(title=f"Reward of batches over {axis}", columns=[column, *jobs], rows=rows)
+        yield TextTable(title=f"Reward of batches over {axis}", columns=[column, *jobs], rows=rows)
 
 
-def make_result_tables(comparison: Comparison) -> Iterator[Table]:
+def make_result_tables(comparison: Comparison) -> Iterator[TextTable]:
     """Rewards on held-out prompts, differences on the same prompts, and how the trainer spent its time."""
     jobs = list(comparison.jobs)
-    yield Table(
+    yield TextTable(
         title="Reward on held-out prompts", columns=["set", "version", *jobs], rows=list(_evaluation_rows(comparison))
     )
     last_differences = {(d.job, d.set, d.responses): d for d in comparison.differences}
     for job in jobs[1:]:
         rows = [_difference_row(d) for d in last_differences.values() if d.job == job]
         columns = ["", "prompts", "version", "difference", "95 %", "p"]
-        yield Table(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
-    yield Table(title="Where the trainer's time went", columns=["", *jobs], rows=list(_time_rows(comparison)))
+        yield TextTable(title=f"{job} minus {jobs[0]}, on the same prompts", columns=columns, rows=rows)
+    yield TextTable(title="Where the trainer's time went", columns=["", *jobs], rows=list(_time_rows(comparison)))
 
 
 def _evaluation_rows(comparison: Comparison) -> Iterator[list[str]]:

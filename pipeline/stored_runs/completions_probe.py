@@ -18,7 +18,7 @@ PROBE_TEXT = "The days of the week are Monday, Tuesday, Wednesday, Thursday,"
 """Text whose continuations are compared. Any text would do; here a trained model has both sure and unsure tokens."""
 NUM_TOKENS = 12
 """Tokens of each continuation."""
-TOLERANCE = 0.1
+LOGPROB_TOLERANCE = 0.1
 """Largest mean difference of logprobs, in nats. Rounding of half precision causes some hundredths."""
 TIMEOUT_S = 300.0
 """Seconds for a reply."""
@@ -77,13 +77,13 @@ def _find_problem(server: CompletionsServer, prompt: list[int]) -> str:
         logprobs = token_logprobs[len(prompt) : -1]
         top_logprobs = [max(top.values()) for top in reply["logprobs"]["top_logprobs"][len(prompt) : -1]]
         difference = sum(abs(a - b) for a, b in zip(logprobs, sampled_logprobs, strict=True)) / len(ids)
-        if not difference <= TOLERANCE:  # nor NaN
+        if not difference <= LOGPROB_TOLERANCE:  # nor NaN
             return (
                 f"the logprobs that it returns for a text differ by {difference:.3g} nats on average from those with "
-                f"which it sampled the text; {TOLERANCE:g} are allowed"
+                f"which it sampled the text; {LOGPROB_TOLERANCE:g} are allowed"
             )
         lead = max(top - own for top, own in zip(top_logprobs, logprobs, strict=True))
-        if is_greedy and not lead <= TOLERANCE:
+        if is_greedy and not lead <= LOGPROB_TOLERANCE:
             return f"it does not obey temperature = 0: it sampled a token although another is {lead:.3g} nats likelier"
     return ""
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import LOCK_FILE, load_job, lock_folder
 from staleflow.pipeline.stored_runs.pool import Pool, cache_per_process, open_pool, open_store_at, require_all_rows
-from staleflow.pipeline.stored_runs.response_texts import decode_row, make_detokenizer
+from staleflow.pipeline.stored_runs.response_texts import decode_trajectory, make_detokenizer
 from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import flush_and_rename, require_writable_folder
@@ -56,7 +56,7 @@ class ExportResult:
 
 def export(
     run_dir: Path,
-    to: str,
+    file_format: str,
     out: Path,
     *,
     branch: str = "main",
@@ -69,7 +69,7 @@ def export(
 
     It appears only when complete. Raises ConfigError before anything is written. client, workers: as in `open_pool`.
     """
-    store, rows = _select_rows(run_dir, to, out, branch, where)
+    store, rows = _select_rows(run_dir, file_format, out, branch, where)
     config = load_job(run_dir)
     make_detokenizer(config)
     progress(0, 0)
@@ -81,13 +81,15 @@ def export(
                 cleanup.callback(shutil.rmtree, tmp_path, ignore_errors=True)
                 _refuse_existing(out)  # another export may have finished meanwhile
                 _clear_folder(tmp_path)  # files of a killed export
-                data_folder = tmp_path / "data" if to == "hf" else tmp_path
+                data_folder = tmp_path / "data" if file_format == "hf" else tmp_path
                 data_folder.mkdir(exist_ok=True)
-                num_written, files, errors = _write_parts(run_dir, store, rows, to, data_folder, pool, progress)
-                if to == "hf":
+                num_written, files, errors = _write_parts(
+                    run_dir, store, rows, file_format, data_folder, pool, progress
+                )
+                if file_format == "hf":
                     (tmp_path / "README.md").write_text(_make_card(config.name, num_written, store), "utf-8")
                 size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
-                if to == "jsonl":
+                if file_format == "jsonl":
                     _join_files(files, tmp_path / "whole")
                     flush_and_rename(tmp_path / "whole", out)
                 else:
@@ -98,18 +100,18 @@ def export(
             if isinstance(error, StaleflowError):
                 raise
             raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
-    count = 1 if to == "jsonl" else len(files)
+    count = 1 if file_format == "jsonl" else len(files)
     return ExportResult(path=str(out), rows=num_written, files=count, bytes=size, errors=errors)
 
 
 def _select_rows(
-    run_dir: Path, to: str, out: Path, branch: str, where: str
+    run_dir: Path, file_format: str, out: Path, branch: str, where: str
 ) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
     """The store to export and the positions of its chosen rows. Raises ConfigError."""
-    if to not in FORMATS:
-        raise ConfigError(f"to = {to!r}: unknown format; choose one of {', '.join(FORMATS)}")
+    if file_format not in FORMATS:
+        raise ConfigError(f"to = {file_format!r}: unknown format; choose one of {', '.join(FORMATS)}")
     _refuse_existing(out)
-    if to != "jsonl":
+    if file_format != "jsonl":
         dataframes.import_offline_module("pyarrow.parquet")
     store = VersionedStore.open(run_dir / "store", branch=branch)
     rows = select_positions(store, where)
@@ -129,17 +131,17 @@ def _write_parts(
     run_dir: Path,
     store: VersionedStore,
     rows: npt.NDArray[np.int64],
-    to: str,
+    file_format: str,
     folder: Path,
     pool: Pool,
     progress: Callable[[int, int], None],
 ) -> tuple[int, list[Path], dict[int, str]]:
     """(number of trajectories written, files in row order, errors of rows left out)."""
     row_ranges = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
-    files = [folder.resolve() / _file_name(to, number, len(row_ranges)) for number in range(len(row_ranges))]
+    files = [folder.resolve() / _file_name(file_format, number, len(row_ranges)) for number in range(len(row_ranges))]
     store_reference = (str(run_dir.resolve()), str(store.path), store.snapshot)
     num_written, errors = 0, dict[int, str]()
-    calls = ((to, *store_reference, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
+    calls = ((file_format, *store_reference, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
     for count, part_errors in pool.run(write_part, calls):
         num_written += count
         errors |= part_errors
@@ -156,10 +158,10 @@ def _clear_folder(folder: Path) -> None:
             path.unlink()
 
 
-def _file_name(to: str, number: int, count: int) -> str:
-    if to == "hf":
+def _file_name(file_format: str, number: int, count: int) -> str:
+    if file_format == "hf":
         return f"train-{number:05d}-of-{count:05d}.parquet"
-    return f"part-{number:05d}.{to}"
+    return f"part-{number:05d}.{file_format}"
 
 
 def _join_files(parts: list[Path], target: Path) -> None:
@@ -188,7 +190,7 @@ def _make_card(name: str, rows: int, store: VersionedStore) -> str:
 
 
 def write_part(
-    to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
+    file_format: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
 ) -> tuple[int, dict[int, str]]:
     """Dask task: write rows of a snapshot to `file`. Repeating it writes the same file.
 
@@ -203,12 +205,12 @@ def write_part(
         for window in read_windows(store, rows):
             errors.update({int(row.trajectory): row.error for row in window if isinstance(row, UnreadableRow)})
             readable = [row for row in window if isinstance(row, EndedTrajectory)]
-            yield readable, [decode_row(row.trajectory, detokenizer) for row in readable]
+            yield readable, [decode_trajectory(row.trajectory, detokenizer) for row in readable]
 
-    return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
+    return (_write_lines if file_format == "jsonl" else _write_parquet)(file_format, Path(file), read()), errors
 
 
-def _write_lines(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
+def _write_lines(file_format: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     num_written = 0
     with file.open("w", encoding="utf-8") as out:
         for rows, texts in blocks:
@@ -221,12 +223,12 @@ def _write_lines(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajector
     return num_written
 
 
-def _write_parquet(to: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
+def _write_parquet(file_format: str, file: Path, blocks: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     parquet = dataframes.import_offline_module("pyarrow.parquet")
     num_written = 0
-    with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXT_COLUMNS[to]), compression="zstd") as out:
+    with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXT_COLUMNS[file_format]), compression="zstd") as out:
         for rows, texts in blocks:
-            out.write_table(dataframes.arrow_table(rows, TEXT_COLUMNS[to], texts))
+            out.write_table(dataframes.arrow_table(rows, TEXT_COLUMNS[file_format], texts))
             num_written += len(rows)
     return num_written
 

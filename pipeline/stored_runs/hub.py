@@ -17,8 +17,8 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
 
-CARD = "README.md"
-UNPUBLISHED = ("name", "runs_dir", "store", "profile", "model.path")
+CARD_FILE = "README.md"
+UNPUBLISHED_SETTINGS = ("name", "runs_dir", "store", "profile", "model.path")
 """Settings that say where a run is, or that the card has in words."""
 
 
@@ -31,7 +31,7 @@ def push_checkpoint(run_dir: Path, repo: str, *, step: int | None = None, privat
     _, checkpoint = find_checkpoint(run_dir, step)
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     operations = [CommitOperationAdd(str(path.relative_to(checkpoint)), path) for path in files]
-    operations.append(CommitOperationAdd(CARD, card.encode()))
+    operations.append(CommitOperationAdd(CARD_FILE, card.encode()))
     hub = HfApi()
     try:
         hub.create_repo(repo, private=private, exist_ok=True)
@@ -141,7 +141,7 @@ def _suites(evaluations: Sequence[Evaluation]) -> Iterator[str]:
 def _settings(config: RunConfig) -> Iterator[str]:
     """The settings that differ from their defaults, as lines of TOML."""
     for row in knob_tree.explain_values(config):
-        if row.value != row.default and row.key not in UNPUBLISHED:
+        if row.value != row.default and row.key not in UNPUBLISHED_SETTINGS:
             yield f"{row.key} = {knob_tree.toml_value(without_folders(row.value))}"
 
 

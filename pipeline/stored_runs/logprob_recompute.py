@@ -30,7 +30,7 @@ from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 
-MODEL_ROWS = 64
+MAX_CALL_ROWS = 64
 """Trajectories per task: enough that forward passes outweigh the task's overhead."""
 TOKEN_BUDGET = 16_384
 """Padded tokens per forward pass."""
@@ -39,7 +39,7 @@ MAX_LOG_RATIO = 300.0
 SUM_NAMES = (
     "tokens", "log_ratio", "abs_log_ratio", "max_abs_log_ratio", "kl", "ratio", "ratio_squared", "clipped",
 )  # fmt: skip
-SUMS = np.dtype([(name, np.float64) for name in SUM_NAMES])
+SUMS_DTYPE = np.dtype([(name, np.float64) for name in SUM_NAMES])
 """What a worker returns per trajectory: sums over its sampled tokens, except for `max_abs_log_ratio`, a maximum."""
 
 
@@ -98,7 +98,7 @@ class RecomputeResult:
     """Id of its snapshot of the store."""
 
 
-def recompute(
+def recompute_logprobs(
     run_dir: Path,
     model: str,
     *,
@@ -125,19 +125,19 @@ def recompute(
     settings, store, mask = _select_rows(run_dir, model, branch, where)
     path, columns = store.path, store.displayed_columns()
     count = len(mask)
-    sums = np.zeros(count, SUMS)
+    sums = np.zeros(count, SUMS_DTYPE)
     errors: dict[int, str] = {}
     num_done = 0
     progress(0, 0)
     # An unnamed file, so that none is left behind.
-    with open_pool(client, workers, model=True) as pool, tempfile.TemporaryFile() as file:
+    with open_pool(client, workers, for_models=True) as pool, tempfile.TemporaryFile() as file:
         output = _map_file(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
             (settings, str(path), store.snapshot, start, stop, mask[start:stop], output is not None)
-            for start, stop in pool.blocks(count, MODEL_ROWS)
+            for start, stop in pool.split_rows(count, MAX_CALL_ROWS)
             if mask[start:stop].any()
         )
-        for block in pool.run(compute_block, calls, model=True):
+        for block in pool.run(compute_sums_of_block, calls, for_models=True):
             sums[block.start : block.start + len(block.sums)] = block.sums
             errors |= block.errors
             for offset, logprobs in block.logprobs:
@@ -191,7 +191,7 @@ def _check_model(model: str, store: VersionedStore) -> None:
         return
     check_model_files(folder, subject)
     count = read_architecture(folder, subject).get("vocab_size")
-    rows = store.trajectories_in_range(0, min(MODEL_ROWS, store.summary().num_rows))
+    rows = store.trajectories_in_range(0, min(MAX_CALL_ROWS, store.summary().num_rows))
     largest_token = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
     if isinstance(count, int) and largest_token >= count:
         raise ConfigError(
@@ -259,7 +259,7 @@ def _hash_weights(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobBlock:
-    """Results of a block of rows. num_read: number of selected rows. sums: [N] SUMS. logprobs: (offset in the
+    """Results of a block of rows. num_read: number of selected rows. sums: [N] SUMS_DTYPE. logprobs: (offset in the
     store's token arrays, [T]) of each response, if they are to be stored."""
 
     start: int
@@ -269,7 +269,7 @@ class LogprobBlock:
     logprobs: list[tuple[int, npt.NDArray[np.float32]]]
 
 
-def compute_block(
+def compute_sums_of_block(
     settings: LogprobSettings,
     path: str,
     snapshot: str,
@@ -284,7 +284,7 @@ def compute_block(
     errors = {int(row.trajectory): row.error for _, row in selected if isinstance(row, UnreadableRow)}
     readable = [(i, row) for i, row in selected if isinstance(row, EndedTrajectory)]
     results = response_logprobs(settings, [row for _, row in readable])
-    sums = np.zeros(len(rows), SUMS)
+    sums = np.zeros(len(rows), SUMS_DTYPE)
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = open_store_at(path, snapshot).response_starts(start, stop) if keep_logprobs else None
     for (i, row), logprobs_of_row in zip(readable, results, strict=True):
@@ -318,7 +318,7 @@ def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) ->
 def _compute_sums(
     rollout_logprobs: npt.NDArray[np.float32], model_logprobs: npt.NDArray[np.float32], settings: LogprobSettings
 ) -> tuple[float, ...]:
-    """The values of SUMS."""
+    """The values of SUMS_DTYPE."""
     log_ratio = np.clip(model_logprobs.astype(np.float64) - rollout_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
     low, high = settings.clip_range

@@ -17,10 +17,10 @@ from staleflow.pipeline.stored_runs.pool import EventCallback, run_training
 from staleflow.pipeline.stored_runs.run_files import format_steps
 from staleflow.pipeline.stored_runs.training import make_chain_origin
 from staleflow.pipeline.stored_runs.verification import (
-    SAMPLE_STEPS,
+    NUM_SAMPLE_STEPS,
     Verification,
     resolve_models,
-    sort_differences,
+    split_differences,
 )
 from staleflow.stores.auditing.chain import CHECK, check_chain
 from staleflow.stores.auditing.findings import Finding
@@ -32,7 +32,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-RECORD, HISTORY, JOB = certificate.OFFLINE_RECORD_FILE, "history.jsonl", "job.toml"
+RECORD_FILE, HISTORY_FILE, JOB_FILE = certificate.OFFLINE_RECORD_FILE, "history.jsonl", "job.toml"
 """Files in the folder of an offline training: what it was made from, its chain, and its job."""
 
 
@@ -40,7 +40,7 @@ def verify_offline(
     folder: Path,
     *,
     checkpoint: Path | None = None,
-    steps: int = SAMPLE_STEPS,
+    steps: int = NUM_SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
     report: EventCallback = lambda _: None,
@@ -73,12 +73,12 @@ def verify_offline(
         unverified.append("everything: an earlier version stored it, or its run, without a chain")
     else:
         origin = chain_hash(
-            make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB)
+            make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB_FILE)
         )
         findings += _find_broken_links(origin, lines, entries, record.start)
         if len(lines) != record.steps - record.start:
             message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
-            findings.append(Finding(check=CHECK, location=HISTORY, message=message))
+            findings.append(Finding(check=CHECK, location=HISTORY_FILE, message=message))
     run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
     findings += _find_changed_batches(store, record.where, run_steps)
     result, sample = repeated_steps.RepetitionResult(), list[int]()
@@ -91,12 +91,12 @@ def verify_offline(
             message = (
                 f"its last line, {len(lines) - 1}, is not the one that {certificate.FILE} of {checkpoint.name} names"
             )
-            findings.append(Finding(check=CHECK, location=HISTORY, message=message))
+            findings.append(Finding(check=CHECK, location=HISTORY_FILE, message=message))
     else:
-        unverified.append(f"the last line of {HISTORY}: no {certificate.FILE} of {checkpoint.name} names it")
+        unverified.append(f"the last line of {HISTORY_FILE}: no {certificate.FILE} of {checkpoint.name} names it")
     if not findings and chain.num_entries and entries[0].previous:
         try:
-            config = resolve_models(loading.load(folder / JOB))
+            config = resolve_models(loading.load(folder / JOB_FILE))
         except ConfigError as error:
             unverified.append(f"weights: {error}")
         else:
@@ -110,7 +110,7 @@ def verify_offline(
                 stop=max(sample) + 1,
             )  # fmt: skip
             plan = repeated_steps.RepetitionPlan(
-                path=path,
+                store_path=path,
                 snapshot=record.snapshot,
                 where=record.where,
                 epochs=record.epochs,
@@ -130,8 +130,8 @@ def verify_offline(
             else:
                 unverified.append(f"the weights of {checkpoint.name}: it is not in checkpoints/")
             report({"say": f"repeating {format_steps(range(start, max(sample) + 1))} for {format_steps(sample)}"})
-            result = run_training(repeated_steps.repeat, plan, plan.ranks, client, report)
-    contradictions, unverified_differences = sort_differences(
+            result = run_training(repeated_steps.repeat_steps, plan, plan.ranks, client, report)
+    contradictions, unverified_differences = split_differences(
         result, {record.start + number: entry.numerics for number, entry in enumerate(entries)}
     )
     return Verification(
@@ -147,7 +147,7 @@ def verify_offline(
         checkpoint=str(checkpoint) if checkpoint.is_dir() else "",
         checkpoint_is_equal=result.checkpoint_is_equal,
         not_covered=(
-            f"{RECORD}: the evaluations and metrics in it; those in {HISTORY} are",
+            f"{RECORD_FILE}: the evaluations and metrics in it; those in {HISTORY_FILE} are",
             "plan: nothing is read from it",
         ),
     )
@@ -188,15 +188,15 @@ def _final_checkpoint(folder: Path, num_steps: int, named_checkpoint: Path | Non
 
 def _read_training(folder: Path) -> tuple[_OfflineRecord, list[bytes], list[_HistoryLine]]:
     """The record of an offline training and the lines of its history, as bytes and decoded. Raises ConfigError."""
-    codec, name = Codec(), RECORD
+    codec, name = Codec(), RECORD_FILE
     try:
-        record = codec.decode(parse_json((folder / RECORD).read_bytes()), _OfflineRecord)
+        record = codec.decode(parse_json((folder / RECORD_FILE).read_bytes()), _OfflineRecord)
         if record.epochs < 1 or record.steps < 1 or not record.snapshot or not record.store or "\0" in record.store:
             raise ValueError("epochs and steps must be >= 1, and store and snapshot name what it trained on")
         if not 0 <= record.start < record.steps:
             raise ValueError(f"start = {record.start} must be one of its steps")
-        name = HISTORY
-        *lines, remainder = (folder / HISTORY).read_bytes().split(b"\n")
+        name = HISTORY_FILE
+        *lines, remainder = (folder / HISTORY_FILE).read_bytes().split(b"\n")
         if remainder or not lines:
             raise ValueError(f"its line {len(lines)} has no end")
         return record, lines, [codec.decode(parse_json(line), _HistoryLine) for line in lines]
@@ -221,6 +221,8 @@ def _find_broken_links(
     previous_entry = origin
     for number, (line, entry) in enumerate(zip(lines, entries, strict=True), start):
         if entry.previous != previous_entry:
-            predecessor = "the line before it" if number > start else f"the run, {JOB} and {RECORD}"
-            yield Finding(check=CHECK, location=f"step {number} of {HISTORY}", message=f"does not follow {predecessor}")
+            predecessor = "the line before it" if number > start else f"the run, {JOB_FILE} and {RECORD_FILE}"
+            yield Finding(
+                check=CHECK, location=f"step {number} of {HISTORY_FILE}", message=f"does not follow {predecessor}"
+            )
         previous_entry = chain_hash(line)

@@ -61,7 +61,7 @@ class Pool:
     """A synchronous Dask client, on whose scheduler the job registry is registered."""
 
     def run(
-        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
+        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, for_models: bool = False
     ) -> Iterator[Any]:
         """Yield the results of function(*call) for all calls as they complete. The number of calls in flight is
         limited.
@@ -70,7 +70,7 @@ class Pool:
             function: Called on the workers; may be called again for a call whose worker was lost.
             calls: Its arguments. An exception of one call is raised here. Then no further calls begin; those that run
                 are not interrupted.
-            model: Whether the calls need a worker suited to models.
+            for_models: Whether the calls need a worker suited to models.
 
         Raises:
             ConfigError: Jobs have all workers.
@@ -80,7 +80,7 @@ class Pool:
         from distributed.client import FutureCancelledError
 
         calls = iter(calls)
-        workers = self.free_workers(model=model)
+        workers = self.free_workers(for_models=for_models)
         call_by_future: dict[Any, tuple[Any, ...]] = {}
         finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
         num_losses = 0
@@ -101,7 +101,7 @@ class Pool:
                     num_losses += 1
                     if num_losses > MAX_LOSSES:
                         raise ActorLost(f"all workers died {num_losses} times, perhaps for lack of memory") from None
-                    workers = self.wait_for_workers(1, model=model)
+                    workers = self.wait_for_workers(1, for_models=for_models)
                     lost_calls = list(call_by_future.values())
                     call_by_future.clear()
                     for call in lost_calls:
@@ -120,18 +120,18 @@ class Pool:
                 submit(call)
             yield result
 
-    def blocks(self, count: int, max_rows: int = MAX_BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+    def split_rows(self, count: int, max_rows: int = MAX_BLOCK_ROWS) -> Iterator[tuple[int, int]]:
         """Split `count` rows into (start, stop) blocks of equal size, for the last perhaps less: small enough to keep
         all free workers busy, MIN_BLOCK_ROWS to `max_rows` rows (at most `max_rows` if that is less)."""
         num_blocks = sum(self.free_workers().values()) * MIN_BLOCKS_PER_THREAD
         rows = min(max_rows, max(MIN_BLOCK_ROWS, count // num_blocks))
         return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
-    def free_workers(self, *, model: bool = False) -> dict[str, int]:
+    def free_workers(self, *, for_models: bool = False) -> dict[str, int]:
         """The workers without a job: their numbers of threads by address.
 
         Args:
-            model: Only workers whose resources mark them as made for models, if there are any.
+            for_models: Only workers whose resources mark them as made for models, if there are any.
 
         Raises:
             ConfigError: No worker is free.
@@ -143,7 +143,7 @@ class Pool:
         exclusive_workers = [
             address for address in addresses if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)
         ]
-        addresses = (exclusive_workers or addresses) if model else addresses
+        addresses = (exclusive_workers or addresses) if for_models else addresses
         if not addresses:
             raise ConfigError(
                 f"cluster: none of its {len(workers)} workers is free, jobs have {len(unavailable)}; start one, or "
@@ -151,16 +151,16 @@ class Pool:
             )
         return {address: workers[address]["nthreads"] for address in addresses}
 
-    def wait_for_workers(self, count: int, *, model: bool = False) -> dict[str, int]:
+    def wait_for_workers(self, count: int, *, for_models: bool = False) -> dict[str, int]:
         """The free workers, as `free_workers` returns them. If there are fewer than `count`, waits up to
         WORKER_RESTART_S for workers that are restarting; may then return fewer. Raises ConfigError if none is free."""
         deadline = time.monotonic() + WORKER_RESTART_S
         while time.monotonic() < deadline:
             with contextlib.suppress(ConfigError):
-                if len(workers := self.free_workers(model=model)) >= count:
+                if len(workers := self.free_workers(for_models=for_models)) >= count:
                     return workers
             time.sleep(POLL_S)
-        return self.free_workers(model=model)
+        return self.free_workers(for_models=for_models)
 
     def _workers(self) -> dict[str, Any]:
         """What the scheduler knows of each of its workers, by address. Raises ActorLost if it is gone."""
@@ -198,14 +198,14 @@ def run_training(function: Callable[..., Any], plan: Any, ranks: int, client: An
             except Exception as error:  # noqa: BLE001  Dask would only log it
                 errors.append(error)
 
-    with open_pool(client, ranks, model=True) as pool:
-        if (num_free := len(pool.free_workers(model=True))) < ranks:
+    with open_pool(client, ranks, for_models=True) as pool:
+        if (num_free := len(pool.free_workers(for_models=True))) < ranks:
             raise ConfigError(
                 f"training.ranks = {ranks}: {num_free} workers are free; start more, or set training.ranks={num_free}"
             )
         pool.client.subscribe_topic(topic, handle_event)
         try:
-            (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic)], model=True)
+            (result,) = pool.run(_call_with_reports, [(pickle.dumps((function, plan)), topic)], for_models=True)
         finally:
             pool.client.unsubscribe_topic(topic)
     if errors:
@@ -230,22 +230,22 @@ def _call_with_reports(call: bytes, topic: str) -> bytes:
 
 
 @contextlib.contextmanager
-def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
+def open_pool(client: Any, num_processes: int, *, for_models: bool = False) -> Iterator[Pool]:
     """A pool of the workers of a client's cluster, or without a client of local processes.
 
     Args:
         client: A synchronous `distributed.Client`, or None.
-        count: Number of local processes.
-        model: Whether the tasks load a model.
+        num_processes: Number of local processes.
+        for_models: Whether the tasks load a model.
 
     Raises:
         ConfigError: The client is asynchronous, jobs have all workers of its cluster, or no local process is wanted.
     """
     with contextlib.ExitStack() as stack:
         if client is None:
-            if count < 1:
-                raise ConfigError(f"workers = {count}: at least 1 process is needed")
-            client = stack.enter_context(_local_client(count, model=model))
+            if num_processes < 1:
+                raise ConfigError(f"workers = {num_processes}: at least 1 process is needed")
+            client = stack.enter_context(_local_client(num_processes, for_models=for_models))
         elif client.asynchronous:
             raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
         client.sync(ensure_job_registry, client)
@@ -255,17 +255,17 @@ def open_pool(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]
 
 
 @contextlib.contextmanager
-def _local_client(count: int, *, model: bool) -> Iterator[Any]:
-    """A client of `count` local worker processes of one thread each. model: whether they import what models need."""
+def _local_client(num_processes: int, *, for_models: bool) -> Iterator[Any]:
+    """A client of local worker processes of one thread each. for_models: whether they import what models need."""
     import dask
     from distributed import Client, LocalCluster
 
     from staleflow.pipeline.processes import local_cluster
 
     with (
-        dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODEL_MODULES if model else ())),
+        dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODEL_MODULES if for_models else ())),
         LocalCluster(
-            n_workers=count,
+            n_workers=num_processes,
             threads_per_worker=1,
             memory_limit=0,
             dashboard_address="127.0.0.1:0",

@@ -44,7 +44,7 @@ from staleflow.tasks.actors.trainer_rank import DistributedPolicy, FollowerRank
 if TYPE_CHECKING:
     from staleflow.tasks.training.policy import Policy, TrainerSettings
 
-ADAPTER = ("adapter", "adapter_model.safetensors")
+ADAPTER_PATH = ("adapter", "adapter_model.safetensors")
 """Where in a checkpoint an adapter's weights are, as they were published (tasks/training/lora.py)."""
 
 
@@ -90,7 +90,7 @@ def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_
     if settings.training.ranks == 1:
         yield settings.build(config.cluster.threads)
         return
-    with lead_group(settings, config.cluster.threads) as policy:
+    with lead_rank_group(settings, config.cluster.threads) as policy:
         yield policy
 
 
@@ -137,7 +137,7 @@ class RepeatedRange:
 class RepetitionPlan:
     """Steps to repeat, and the expected results."""
 
-    path: str
+    store_path: str
     snapshot: str
     where: str = ""
     epochs: int = 1
@@ -187,13 +187,13 @@ class _DifferenceFound(Exception):
     """Ends the repetition of a range; its arguments are those of the Difference."""
 
 
-def repeat(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
+def repeat_steps(plan: RepetitionPlan, report: EventCallback) -> RepetitionResult:
     """Repeat steps in this process; with a rank group, this process must be a Dask task."""
     from staleflow.tasks.training.numerics import describe_numerics
 
-    store = open_store_at(plan.path, plan.snapshot)
+    store = open_store_at(plan.store_path, plan.snapshot)
     repeater = _Repeater(plan, store, report)
-    tasks = [functools.partial(repeater.repeat, steps_range) for steps_range in plan.ranges]
+    tasks = [functools.partial(repeater.repeat_range, steps_range) for steps_range in plan.ranges]
     if plan.checkpoint is not None:
         tasks.insert(0, functools.partial(repeater.compare_checkpoint, *plan.checkpoint))
     for task in tasks:
@@ -216,7 +216,7 @@ class _Repeater:
         self._origin_note = ""
         """The resume point that steps are repeated from, for messages: the chain has no hash of its optimizer state."""
 
-    def repeat(self, steps_range: RepeatedRange) -> None:
+    def repeat_range(self, steps_range: RepeatedRange) -> None:
         """Repeat a range of steps. Raises _DifferenceFound."""
         version = steps_range.parts[0].start
         self._origin_note = f", repeated from the resume point of version {version}" if steps_range.resume_point else ""
@@ -244,7 +244,7 @@ class _Repeater:
             weight_path, saved_folder = Path(tmp) / "published.safetensors", Path(tmp) / "saved"
             try:
                 if is_adapter:
-                    adapter = weight_folder.read(Path(folder, *ADAPTER))
+                    adapter = weight_folder.read(Path(folder, *ADAPTER_PATH))
                     actual_fingerprint = weight_file.write(weight_path, adapter)
                 else:
                     with self._open_policy(with_values(part.config, {"model.path": folder}), part) as policy:
@@ -256,7 +256,7 @@ class _Repeater:
             self._compare(actual_fingerprint, version, location, was_computed=False)
             with self._open_policy(part.config, part) as policy:
                 policy.save(saved_folder, weight_path)
-            comparison = compare_files(Path(folder), saved_folder)
+            comparison = compare_checkpoint_files(Path(folder), saved_folder)
         self.result.unverified += comparison.unverified
         self.result.checkpoint_is_equal = comparison.weights_are_equal and not comparison.differences
         if comparison.differences:
@@ -322,7 +322,7 @@ class _Repeater:
 
 PATH_KEYS = ("_name_or_path", "base_model_name_or_path")
 """Keys of JSON files that have the base model's path, which has no effect on results."""
-VERSION_KEY = "transformers_version"
+TRANSFORMERS_VERSION_KEY = "transformers_version"
 """Key of config.json with the version of transformers that saved the checkpoint."""
 
 
@@ -338,12 +338,12 @@ class FileComparison:
     weights_are_equal: bool = True
 
 
-def compare_files(checkpoint: Path, saved_folder: Path) -> FileComparison:
+def compare_checkpoint_files(checkpoint: Path, saved_folder: Path) -> FileComparison:
     """Compare the files of a checkpoint with a folder that the trainer has just saved. Raises OSError."""
     comparison = FileComparison()
     actual_names, expected_names = _list_files(checkpoint), _list_files(saved_folder)
     checkpoint_version, own_version = (
-        _read_json_values(folder / "config.json").get(VERSION_KEY) for folder in (checkpoint, saved_folder)
+        _read_json_values(folder / "config.json").get(TRANSFORMERS_VERSION_KEY) for folder in (checkpoint, saved_folder)
     )
     for name in sorted(expected_names):
         if name not in actual_names:
@@ -386,13 +386,13 @@ def _read_json_values(file: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in PATH_KEYS} if isinstance(values, dict) else {}
 
 
-CLOSE_S = 10.0
+RANK_CLOSE_S = 10.0
 """Seconds that another rank may take to leave the group. One that hangs in a step leaves after
 `collective_timeout_s`."""
 
 
 @contextlib.contextmanager
-def lead_group(settings: TrainerSettings, threads: int) -> Iterator[DistributedPolicy]:
+def lead_rank_group(settings: TrainerSettings, threads: int) -> Iterator[DistributedPolicy]:
     """Create the policy of a rank group that the current Dask task leads.
 
     Args:
@@ -431,12 +431,12 @@ def _close(peers: list[Any]) -> None:
     """Close the other ranks. Errors are ignored."""
     for peer in peers:
         with contextlib.suppress(Exception):
-            peer.close().result(timeout=CLOSE_S)
+            peer.close().result(timeout=RANK_CLOSE_S)
 
 
 def _follower_addresses(pool: Pool, own_address: str, ranks: int) -> list[str]:
     """Addresses of the workers for the other ranks. Waits for workers that are restarting."""
-    addresses = [address for address in pool.wait_for_workers(ranks, model=True) if address != own_address]
+    addresses = [address for address in pool.wait_for_workers(ranks, for_models=True) if address != own_address]
     if len(addresses) < ranks - 1:
         raise ConfigError(
             f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="

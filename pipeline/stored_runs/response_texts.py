@@ -53,15 +53,15 @@ def message_spans(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
 
 
 def make_messages(
-    trajectory: Trajectory, decode_sampled: Callable[[IntArray], str], decode_provided: Callable[[IntArray], str]
+    trajectory: Trajectory, decode_sampled: Callable[[IntArray], str], decode_given: Callable[[IntArray], str]
 ) -> list[dict[str, Any]]:
-    """Return the message spans as dicts: role, content, number of tokens, seconds. decode_sampled, decode_provided:
+    """Return the message spans as dicts: role, content, number of tokens, seconds. decode_sampled, decode_given:
     decode sampled tokens, and tokens of environments."""
     ids = trajectory.response_tokens
     return [
         {
             "role": span.role,
-            "content": (decode_sampled if span.sampled else decode_provided)(ids[span.start : span.stop]),
+            "content": (decode_sampled if span.sampled else decode_given)(ids[span.start : span.stop]),
             "tokens": span.stop - span.start,
             "seconds": span.seconds,
         }
@@ -88,7 +88,7 @@ def make_display_detokenizer(config: RunConfig) -> Detokenizer:
         return IdDetokenizer()
 
 
-def decode_row(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
+def decode_trajectory(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
     """Decode a trajectory. Sampled parts have no special tokens; env spans keep them, because they mark the
     speakers."""
 

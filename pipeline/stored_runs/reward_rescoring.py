@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts
     from staleflow.tasks.sources.reward_process import ScoringSettings
 
-CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
+RESCORE_CHANGEABLE_KEYS = ("reward.", "task.answer_pattern=")
 """Prefixes of the keys that may be changed for scoring again."""
 REPLACED_KEYS = ("reward.function=", "reward.parts")
 """Prefixes of the keys that another reward replaces."""
@@ -93,7 +93,7 @@ def rescore(
         run_dir: The run's folder.
         reward: task, math_verify, file.py:name or module:name; empty: the job's own.
         branch: Name of the new branch.
-        changes: Of keys in CHANGEABLE_KEYS, as KEY=VALUE.
+        changes: Of keys in RESCORE_CHANGEABLE_KEYS, as KEY=VALUE.
         client: As in `open_pool`.
         workers: As in `open_pool`.
         progress: Called with (0, 0) when the input is checked, then with (rows done, total rows).
@@ -114,7 +114,7 @@ def rescore(
     config, code = user_files.collect_code(config, user_files.scoring_code_keys(config))
     settings = pickle.dumps((config, code, store.header))
     with open_pool(client, workers) as pool:
-        calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))
+        calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.split_rows(count))
         for start, block in pool.run(score_rows, calls):
             stop = start + len(block.rewards)
             rewards[start:stop], valid[start:stop] = block.rewards, block.valid
@@ -157,9 +157,9 @@ def rescore(
 def _changed_job(run_dir: Path, reward: str, changes: tuple[str, ...]) -> RunConfig:
     """The stored job with changes to how it rewards; see `rescore`. Raises ConfigError."""
     for change in changes:
-        if not change.startswith(CHANGEABLE_KEYS):
+        if not change.startswith(RESCORE_CHANGEABLE_KEYS):
             raise ConfigError(
-                f"override {change}: only how responses are scored can change: {', '.join(CHANGEABLE_KEYS)}"
+                f"override {change}: only how responses are scored can change: {', '.join(RESCORE_CHANGEABLE_KEYS)}"
             )
         if reward and change.startswith(REPLACED_KEYS):
             raise ConfigError(f"override {change}: the reward {reward} replaces this key; leave one of the two out")

@@ -17,32 +17,34 @@ from staleflow.pipeline.runtime.evaluation_results import read_evaluations, read
 from staleflow.pipeline.stored_runs.comparison import EvaluationFacts, RunFacts
 from staleflow.stores.trajectories.reader import StoreReader
 
-COLUMNS = ("fate", "reward", "rewarded_s", "loss_mask", "source", "dataset_row")
+READ_COLUMNS = ("fate", "reward", "rewarded_s", "loss_mask", "source", "dataset_row")
 """Columns of the store that rewards in training are read from."""
 
 
-def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mapping[str, str]) -> RunFacts:
+def read_run_facts(run_dir: Path, store: StoreReader | None, name: str, shown_part: Mapping[str, str]) -> RunFacts:
     """Read what is compared of a run.
 
     Args:
         run_dir: Its folder.
         store: Its store at the snapshot to read; None before the run has one.
         name: To be shown.
-        view: What of the run is shown, if not all of it: `branch`, `at_step`.
+        shown_part: What of the run is shown, if not all of it: `branch`, `at_step`.
 
     Raises:
         ConfigError: Its job cannot be read.
         StoreError: Another file cannot be read.
     """
     job, folder = load_job(run_dir), f"{run_dir.resolve()}/"
-    settings = {row.key: toml_value(row.value).replace(folder, "RUN/") for row in explain_values(job)} | dict(view)
+    settings = {row.key: toml_value(row.value).replace(folder, "RUN/") for row in explain_values(job)} | dict(
+        shown_part
+    )
     fingerprints = source_fingerprints.read(run_dir)
     digests = {} if fingerprints is None else fingerprints.digests_without_seed()
     digests["user code"] = user_code_hash(run_dir, includes_branches=False)[: source_fingerprints.HASH_DIGITS]
     settings |= {f"fingerprint of {part}": toml_value(digest) for part, digest in digests.items() if digest}
     facts = {} if fingerprints is None else asdict(fingerprints)
     reward, data = (json.dumps(facts[part], sort_keys=True) if facts.get(part) else "" for part in ("reward", "data"))
-    reward += view.get("branch", "")  # its rewards are others
+    reward += shown_part.get("branch", "")  # its rewards are others
     steps = [] if store is None else [record.metrics for record in store.commits() if record.kind == "step"]
     return RunFacts(
         name=name,
@@ -50,8 +52,8 @@ def read_facts(run_dir: Path, store: StoreReader | None, name: str, view: Mappin
         steps=steps,
         evaluations=_evaluations(run_dir, len(steps)),
         training_rewards={} if store is None else _training_rewards(store, list(job.task.sources_by_name)),
-        reward=reward,
-        data=data,
+        reward_fingerprint=reward,
+        data_fingerprint=data,
         diagnosis=_diagnosis(run_dir),
     )
 
@@ -65,7 +67,7 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
             facts.append(
                 EvaluationFacts(
                     set=evaluation.name, version=evaluation.version, reward=evaluation.mean_reward, stderr=stderr,
-                    function=evaluation.reward_fingerprint, prompts=prompts,
+                    reward_fingerprint=evaluation.reward_fingerprint, rewards_by_prompt=prompts,
                 )
             )  # fmt: skip
     return facts
@@ -74,7 +76,7 @@ def _evaluations(run_dir: Path, num_steps: int) -> list[EvaluationFacts]:
 def _training_rewards(store: StoreReader, sources: Sequence[str]) -> dict[str, list[float]]:
     """Rewards of all responses that were scored, by their prompt's source and row; empty if rows are not stored. A
     discarded response whose reward failed counts as 0. sources: names of the task sources."""
-    columns = store.displayed_columns(names=COLUMNS)
+    columns = store.displayed_columns(names=READ_COLUMNS)
     has_failed = (columns["fate"] == "consumed") & ~columns["loss_mask"].astype(bool)
     (positions,) = np.nonzero((columns["rewarded_s"] > 0) & ~has_failed & (columns["dataset_row"] >= 0))
     rewards: dict[str, list[float]] = {}

@@ -57,7 +57,7 @@ def hash_job_files(run_dir: Path) -> dict[str, str]:
     return {path.name: start_inputs.settings_hash(path) for path in paths if path.is_file()}
 
 
-def compare_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[Finding], list[str]]:
+def compare_run_files(run_dir: Path, starts: Sequence[TrainedStart]) -> tuple[list[Finding], list[str]]:
     """Compare the files with the hashes in the hash chain.
 
     Returns:

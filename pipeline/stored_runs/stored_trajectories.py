@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.stored_runs.response_texts import decode_row
+from staleflow.pipeline.stored_runs.response_texts import decode_trajectory
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.dataframes import RowTexts, import_offline_module, plain_row
 from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
@@ -92,7 +92,7 @@ class StoredTrajectory:
     @classmethod
     def of(cls, row: EndedTrajectory, detokenizer: Detokenizer | None = None) -> StoredTrajectory:
         """Build the record of a stored row. detokenizer: decodes its tokens; without one, texts are empty."""
-        texts = RowTexts("", "", []) if detokenizer is None else decode_row(row.trajectory, detokenizer)
+        texts = RowTexts("", "", []) if detokenizer is None else decode_trajectory(row.trajectory, detokenizer)
         cells = plain_cells(row)
         return cls(
             id=cells["trajectory"],
@@ -124,19 +124,21 @@ def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
     return positions
 
 
-def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
+def read_windows(
+    store: StoreReader, positions: npt.NDArray[np.int64]
+) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """Yield the rows at these ascending positions, in order, reading one window at a time to limit memory."""
-    for window in np.split(rows, np.flatnonzero(np.diff(rows // WINDOW_ROWS)) + 1):
+    for window in np.split(positions, np.flatnonzero(np.diff(positions // WINDOW_ROWS)) + 1):
         yield list(store.trajectories_at(window.tolist()))
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
     """Read the rows that a condition selects, in stored order. Raises ConfigError at once for an invalid condition,
     StoreError at a row that cannot be read."""
-    return readable_rows(store, select_positions(store, where))
+    return read_rows_at(store, select_positions(store, where))
 
 
-def readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:
+def read_rows_at(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:
     """Read the rows at these positions, in order. Raises StoreError at a row that cannot be read."""
     for rows in read_windows(store, positions):
         for row in rows:
@@ -158,7 +160,7 @@ class ConsumedBatch:
     """In the order in which they were trained on; without texts."""
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether the batch equals the one that the trainer received, bit for bit."""
         return self.fingerprint == self.record.batch_fingerprint
 

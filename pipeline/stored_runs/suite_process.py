@@ -111,16 +111,16 @@ def run_tasks(settings: dict[str, Any]) -> Any:
     return [
         metric
         for task, results in evaluation["results"].items()
-        for metric in task_metrics(task, results, shots(task, evaluation))
+        for metric in task_metrics(task, results, count_shots(task, evaluation))
     ]
 
 
-def shots(task: str, evaluation: Mapping[str, Any]) -> int | None:
+def count_shots(task: str, evaluation: Mapping[str, Any]) -> int | None:
     """Examples in each prompt of a task or group of tasks; None if they differ between the tasks of a group."""
     members = evaluation["group_subtasks"].get(task)
     if not members:
         return int(evaluation["n-shot"].get(task, 0))
-    first, *others = {shots(member, evaluation) for member in members}
+    first, *others = {count_shots(member, evaluation) for member in members}
     return None if others else first
 
 

@@ -69,7 +69,7 @@ class SuiteMetric:
         return self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
 
     @property
-    def shots(self) -> str:
+    def shots_text(self) -> str:
         """The number of examples in each prompt as text."""
         return "several shots" if self.num_shots is None else f"{self.num_shots}-shot"
 
@@ -78,7 +78,7 @@ class SuiteMetric:
         """The metric as a line for display."""
         stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
         documents = "" if self.num_documents is None else f", {self.num_documents} documents"
-        return f"{self.task}: {self.label} {self.value:.4f}{stderr}, {self.shots}{documents}"
+        return f"{self.task}: {self.label} {self.value:.4f}{stderr}, {self.shots_text}{documents}"
 
 
 def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, version: int) -> list[Evaluation]:
@@ -94,7 +94,7 @@ def as_evaluations(metrics: Sequence[SuiteMetric], settings: SuiteSettings, vers
             sampled=None,
             greedy=metric.value,
             greedy_stderr=metric.stderr,
-            name=f"{metric.task} {metric.label}, {several if metric.num_shots is None else metric.shots}{prompts}",
+            name=f"{metric.task} {metric.label}, {several if metric.num_shots is None else metric.shots_text}{prompts}",
             samples=0,
         )
         for metric in metrics

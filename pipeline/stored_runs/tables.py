@@ -15,8 +15,8 @@ import numpy.typing as npt
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.exporting import TEXT_COLUMNS
 from staleflow.pipeline.stored_runs.pool import cache_per_process, open_store_at
-from staleflow.pipeline.stored_runs.response_texts import decode_row, make_display_detokenizer
-from staleflow.pipeline.stored_runs.stored_trajectories import read_rows, readable_rows, select_positions
+from staleflow.pipeline.stored_runs.response_texts import decode_trajectory, make_display_detokenizer
+from staleflow.pipeline.stored_runs.stored_trajectories import read_rows, read_rows_at, select_positions
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
@@ -36,7 +36,7 @@ def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None
     rows = list(read_rows(store, where))
     frame = dataframes.to_pandas(rows)
     if detokenizer is not None:
-        texts = [decode_row(row.trajectory, detokenizer) for row in rows]
+        texts = [decode_trajectory(row.trajectory, detokenizer) for row in rows]
         frame["prompt"], frame["response"] = [t.prompt for t in texts], [t.response for t in texts]
     return frame
 
@@ -52,7 +52,9 @@ def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenize
     names, rows = TEXT_COLUMNS["hf"], read_rows(store, where)
     parts = [dataframes.arrow_schema(names).empty_table()]
     while part := list(itertools.islice(rows, TABLE_ROWS)):
-        parts.append(dataframes.arrow_table(part, names, [decode_row(row.trajectory, detokenizer) for row in part]))
+        parts.append(
+            dataframes.arrow_table(part, names, [decode_trajectory(row.trajectory, detokenizer) for row in part])
+        )
     return datasets.Dataset(arrow.concat_tables(parts))
 
 
@@ -78,11 +80,11 @@ def dask_table(run_dir: Path, store: VersionedStore, where: str = "", *, texts: 
 def _read_rows(
     path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int
 ) -> list[EndedTrajectory]:
-    return list(readable_rows(open_store_at(path, snapshot), positions[start:stop]))
+    return list(read_rows_at(open_store_at(path, snapshot), positions[start:stop]))
 
 
 def _decode_rows(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:
-    return [decode_row(row.trajectory, _cached_detokenizer(run_dir)) for row in rows]
+    return [decode_trajectory(row.trajectory, _cached_detokenizer(run_dir)) for row in rows]
 
 
 @cache_per_process(2)

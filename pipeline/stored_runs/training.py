@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.sources.reward_process import ScoredResponse
     from staleflow.tasks.training.policy import Policy
 
-CHANGEABLE_KEYS = ("training.", "teacher.instances", "model.", "seed", "task.eval_prompts")
+OFFLINE_CHANGEABLE_KEYS = ("training.", "teacher.instances", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
 RESUME_POINT_S = 30.0
 """Seconds of work after which a resume point is written."""
@@ -71,7 +71,7 @@ class OfflinePlan:
     epochs: int
     out: str
     """The folder to create."""
-    exact: bool
+    is_unchanged: bool
     """Whether nothing differs from the run's own training."""
     prompt_seed: int
     """The run's seed, which determines its prompts, whatever seed it is trained with now."""
@@ -125,9 +125,9 @@ def make_plan(
     """Make a plan and check it completely. Raises ConfigError."""
     for override in overrides:
         key = override.partition("=")[0]
-        if not key.startswith(CHANGEABLE_KEYS):
+        if not key.startswith(OFFLINE_CHANGEABLE_KEYS):
             raise ConfigError(
-                f"override {override}: cannot be changed offline; these can: {', '.join(CHANGEABLE_KEYS)}"
+                f"override {override}: cannot be changed offline; these can: {', '.join(OFFLINE_CHANGEABLE_KEYS)}"
             )
     _refuse_existing(out)
     config = load_job(run_dir, overrides)
@@ -151,7 +151,7 @@ def make_plan(
         where=where,
         epochs=epochs,
         out=str(out.resolve()),
-        exact=branch == "main" and not where and epochs == 1 and not kept_overrides,
+        is_unchanged=branch == "main" and not where and epochs == 1 and not kept_overrides,
         prompt_seed=load_job(run_dir).seed,
     )
 
@@ -313,7 +313,7 @@ class _Training:
         metrics = repeated_steps.train_step(self.policy, schedule_step, batch)
         metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
         weights = self.policy.apply_to_weights(fingerprint)
-        is_equal = self._plan.exact and weights == self._published.get(schedule_step)
+        is_equal = self._plan.is_unchanged and weights == self._published.get(schedule_step)
         self._are_equal.append(is_equal)
         self.history.append(metrics)
         batch_hash = batch_fingerprint((row.trajectory, row.advantage) for row in batch)
@@ -353,7 +353,7 @@ class _Training:
 
     def same_steps(self) -> int | None:
         """The value of OfflineTrainingResult.same_steps."""
-        if not self._plan.exact:
+        if not self._plan.is_unchanged:
             return None
         return next((i for i, is_equal in enumerate(self._are_equal) if not is_equal), len(self._are_equal))
 

@@ -31,11 +31,11 @@ from staleflow.pipeline.stored_runs.repeated_steps import (
     RepeatedRange,
     RepetitionPlan,
     RepetitionResult,
-    repeat,
+    repeat_steps,
 )
 from staleflow.pipeline.stored_runs.run_files import (
     TrainedStart,
-    compare_files,
+    compare_run_files,
     format_steps,
     hash_job_files,
     list_uncovered_files,
@@ -48,7 +48,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-SAMPLE_STEPS = 3
+NUM_SAMPLE_STEPS = 3
 """Default number of random steps to repeat."""
 
 
@@ -80,7 +80,7 @@ class Verification:
     """One line for each kind of files that verification does not cover, with the reason."""
 
     @property
-    def verified(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether nothing contradicts the run, it has a hash chain, a step was repeated, and a checkpoint has the
         weights that its step published."""
         is_complete = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
@@ -89,7 +89,7 @@ class Verification:
     @property
     def lines(self) -> tuple[str, ...]:
         """The result as lines of text."""
-        state = "verified" if self.verified else "CONTRADICTED" if self.findings else "NOT VERIFIED"
+        state = "verified" if self.is_verified else "CONTRADICTED" if self.findings else "NOT VERIFIED"
         lines = [f"{self.checkpoint or self.run}: {state}"]
         if self.num_entries:
             lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
@@ -107,7 +107,7 @@ def verify_run(
     run_dir: Path,
     checkpoint: Path | None = None,
     *,
-    steps: int = SAMPLE_STEPS,
+    steps: int = NUM_SAMPLE_STEPS,
     seed: int | None = None,
     client: Any = None,
     report: EventCallback = lambda _: None,
@@ -133,7 +133,7 @@ def verify_run(
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()
     if checkpoint_certificate is not None and chain.num_entries:
-        findings += _check_entry(checkpoint_certificate, chain.entries)
+        findings += _check_entry(checkpoint_certificate, chain.step_entries)
     if num_without_entry := chain.num_commits - chain.num_entries:
         unverified.append(
             f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
@@ -144,13 +144,13 @@ def verify_run(
         findings.append(Finding(check="chain", location=f"step {gap}", message="is missing"))
         step_records = []
     starts = read_starts(run_dir, chain.weight_inputs, len(step_records)) if step_records else []
-    contradictions, missing_files = compare_files(run_dir, starts)
+    contradictions, missing_files = compare_run_files(run_dir, starts)
     findings += contradictions
     unverified += missing_files
     unverified += [f"{format_steps(start.steps)}: {start.problem}" for start in starts if start.problem]
     if starts and starts[-1].input("staleflow") != start_inputs.package_hash():
         unverified.append("this package: the run used other sources of it")
-    resume_versions = find_origins(run_dir, starts)
+    resume_versions = find_repeat_versions(run_dir, starts)
     if checkpoint_certificate is not None:
         resume_versions = {s: v for s, v in resume_versions.items() if s < checkpoint_certificate.version}
     sample = sorted(random.Random(seed).sample(sorted(resume_versions), min(steps, len(resume_versions))))
@@ -164,12 +164,12 @@ def verify_run(
                 if start.job and version - 1 in start.steps:  # its job trained the last step
                     part = make_job_part(start.job, version, version)
                     plan = dataclasses.replace(plan, checkpoint=(str(checkpoint), part))
-        result = run_training(repeat, plan, plan.ranks, client, report)
+        result = run_training(repeat_steps, plan, plan.ranks, client, report)
     else:
         unverified.append(
             f"weights: {'no step can be repeated' if step_records or not findings else 'the chain is broken'}"
         )
-    differences, unverified_differences = sort_differences(
+    differences, unverified_differences = split_differences(
         result, {step: start.input("numerics") for start in starts for step in start.steps}
     )
     if unfinished_steps := sorted({*sample} - {*result.equal_steps}):
@@ -213,7 +213,7 @@ def resolve_models(config: RunConfig) -> RunConfig:
     return user_files.with_absolute_models(config)
 
 
-def find_origins(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
+def find_repeat_versions(run_dir: Path, starts: Sequence[TrainedStart]) -> dict[int, int]:
     """For each step that can be repeated, the version from which to repeat: 0, or that of the nearest resume point."""
     points = ResumePoints(run_dir / "resume").complete_versions()
     resume_versions: dict[int, int] = {}
@@ -245,7 +245,7 @@ def _plan_repetition(
     if not starts[0].steps.start and (first := starts[0].input("weights")):
         weight_fingerprints[0] = first
     return RepetitionPlan(
-        path=str(store.path),
+        store_path=str(store.path),
         snapshot=store.snapshot,
         ranges=tuple(ranges),
         weight_fingerprints=weight_fingerprints,
@@ -275,7 +275,7 @@ def _check_entry(checkpoint_certificate: Certificate, entries: Mapping[int, str]
         yield Finding(check="chain", location=certificate.FILE, message=message)
 
 
-def sort_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
+def split_differences(result: RepetitionResult, numerics: Mapping[int, str]) -> tuple[list[Finding], list[str]]:
     """Split differences into contradictions of the run and those that may come from another kind of machine.
     numerics: the numerics with which each step was trained."""
     findings, unverified = list[Finding](), list[str]()

@@ -92,7 +92,7 @@ def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> l
     return [TrajectoryId(int(i)) for i in columns["trajectory"][positions[:count]]]
 
 
-def view(
+def make_views(
     run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
 ) -> list[TrajectoryView]:
     """Build the views of the trajectories with these ids.

@@ -74,7 +74,7 @@ class ReservationAdmission(Admission):
         return ledger.num_reservable(ledger.version)
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
-        return ledger.refusal(version)
+        return ledger.reservation_refusal(version)
 
 
 class CappedAdmission(Admission):
@@ -94,7 +94,7 @@ class CappedAdmission(Admission):
         max_in_flight, in_flight = self.max_in_flight(ledger), ledger.num_reserved + ledger.num_occupied
         if in_flight >= max_in_flight:
             return f"{type(self).__name__.lower()}: {in_flight} of {max_in_flight} groups are in flight"
-        return ledger.refusal(version)
+        return ledger.reservation_refusal(version)
 
 
 @ADMISSION.register("synchronous")

@@ -18,7 +18,7 @@ import numpy as np
 from staleflow.stores.auditing import conservation, single_consumption
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import RowCheckResult, RowRange, check_rows_at, hash_batches
-from staleflow.stores.auditing.weight_counts import Refusal, WeightChecks, WeightCounts
+from staleflow.stores.auditing.weight_counts import RefusedInstance, WeightCheckCounter, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows, empty_rows, select_columns
 from staleflow.stores.trajectories.layout import id_range
@@ -34,9 +34,9 @@ ROWS_AT_ONCE = 32_768
 """Rows whose numbers are read together, 4 MiB."""
 SHOWN_FINDINGS = 10
 """Findings of a check that are shown; the JSON report has all."""
-MAX_TOKENS = 2**21
+MAX_BLOCK_TOKENS = 2**21
 """Tokens read together: more make it no faster."""
-TASK_TOKENS, TASK_COMMITS = 2**23, 256
+RANGE_TOKENS, RANGE_COMMITS = 2**23, 256
 """Most tokens and commits of a task, if it has several commits: seconds of work."""
 
 Runner = Callable[[Callable[..., RowCheckResult], Iterable[tuple[Any, ...]]], Iterable[RowCheckResult]]
@@ -65,14 +65,14 @@ class AuditReport:
     """How often instances' weights were verified, not verified and contradicted."""
 
     @property
-    def clean(self) -> bool:
+    def is_clean(self) -> bool:
         """Whether there are no findings. `unchecked` and `weights` say what could not be checked."""
         return not self.findings
 
     @property
-    def proves(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether there are no findings, and there were steps and verified weights to check."""
-        return self.clean and self.num_steps > 0 and self.weights.verified > 0
+        return self.is_clean and self.num_steps > 0 and self.weights.verified > 0
 
     @property
     def verdict(self) -> str:
@@ -81,7 +81,7 @@ class AuditReport:
             return "BROKEN"
         if not self.num_steps:
             return "NOT VERIFIED: no steps are stored yet, so there is nothing to verify"
-        return "holds" if self.proves else "NOT VERIFIED: the weights of no instance were verified"
+        return "holds" if self.is_verified else "NOT VERIFIED: the weights of no instance were verified"
 
     @property
     def lines(self) -> list[str]:
@@ -97,7 +97,7 @@ class AuditReport:
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON; counts are None if checks were skipped."""
         unknown_counts = dict.fromkeys(COUNTS) if self.unchecked else {}
-        return {**asdict(self), "clean": self.clean, **unknown_counts}
+        return {**asdict(self), "clean": self.is_clean, **unknown_counts}
 
 
 def run_sequentially(
@@ -107,7 +107,7 @@ def run_sequentially(
     return (function(*call) for call in calls)
 
 
-def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = MAX_TOKENS) -> AuditReport:
+def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = MAX_BLOCK_TOKENS) -> AuditReport:
     """Run all checks over the current state of a whole store.
 
     Args:
@@ -120,7 +120,7 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
     """
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
     findings: list[Finding] = []
-    consumption, weights = single_consumption.ConsumedRows(store.header), WeightChecks()
+    consumption, weights = single_consumption.ConsumedRows(store.header), WeightCheckCounter()
     try:
         findings += _array_findings(store)
         commits, row_findings, conservation_findings = _read_commits(store, consumption, weights)
@@ -160,12 +160,12 @@ def audit(store: StoreReader, run: Runner = run_sequentially, max_tokens: int = 
 
 
 def _read_commits(
-    store: StoreReader, consumption: single_consumption.ConsumedRows, weights: WeightChecks
+    store: StoreReader, consumption: single_consumption.ConsumedRows, weights: WeightCheckCounter
 ) -> tuple[list[CommitRecord], list[Finding], list[Finding]]:
     """Add all records and rows to the checks. Returns the records without what is large, commits whose rows are not
     those of their record, and violations of conservation."""
     commits, row_findings, conservation_findings = [], list[Finding](), list[Finding]()
-    check, num_counted = conservation.Conservation(consumption.stored), 0
+    check, num_counted = conservation.ConservationCheck(consumption.stored_ids), 0
     blocks = _all_rows(store, READ_COLUMNS)
     unread = next(blocks, empty_rows(0, select_columns(READ_COLUMNS)))
     for commit in store.stored_commits():
@@ -262,7 +262,7 @@ def _read_tokens(
     consumption: single_consumption.ConsumedRows,
     run: Runner,
     max_tokens: int,
-    refusals: tuple[Refusal, ...],
+    refusals: tuple[RefusedInstance, ...],
 ) -> tuple[list[Finding], dict[int, str], Counter[tuple[str, int]]]:
     """Violations of the bound and tokens of instances that were out of service, the hash of each step's batch, and the
     number of sampled tokens by (instance, version). Raises StoreError at the first row that cannot be read."""
@@ -303,7 +303,7 @@ def _ranges(commits: Sequence[CommitRecord], num_rows: int) -> Iterator[tuple[in
         stop = min(max(stop + commit.num_rows, start), num_rows)
         tokens += commit.num_tokens
         count += 1
-        if tokens >= TASK_TOKENS or count >= TASK_COMMITS:
+        if tokens >= RANGE_TOKENS or count >= RANGE_COMMITS:
             if start < stop:
                 yield start, stop
             start, tokens, count = stop, 0, 0

@@ -38,7 +38,7 @@ class ChainReport:
     num_entries: int = 0
     """Commits whose record names the entry before it; those before the first one were stored without a chain."""
     findings: list[Finding] = field(default_factory=list)
-    entries: dict[int, str] = field(default_factory=dict)
+    step_entries: dict[int, str] = field(default_factory=dict)
     """Entry of each training step that has one."""
     weight_inputs: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     """What weights are computed from, by the first training step that it holds for."""
@@ -65,7 +65,7 @@ def check_chain(store: StoreReader) -> ChainReport:
                 report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
             before, entry, num_rows = location, chain_hash(commit.text), num_rows + record.num_rows
             if record.previous and record.kind == "step":
-                report.entries[record.step] = entry
+                report.step_entries[record.step] = entry
         if store.newest_chain_entry != (entry if report.num_entries else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
         if (num_stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:

@@ -22,12 +22,12 @@ READ_COLUMNS = ("fate", "reason")
 Ints = npt.NDArray[np.int64]
 
 
-class Conservation:
-    """Checks commit by commit that every started trajectory is stored or in flight. stored: the ids of the rows so far,
-    which the caller adds."""
+class ConservationCheck:
+    """Checks commit by commit that every started trajectory is stored or in flight. stored_ids: those of the rows so
+    far, which the caller adds."""
 
-    def __init__(self, stored: IdSet) -> None:
-        self._stored = stored
+    def __init__(self, stored_ids: IdSet) -> None:
+        self._stored_ids = stored_ids
         self._counts: Counter[str] = Counter()
         self._last_record: CommitRecord | None = None
 
@@ -47,8 +47,8 @@ class Conservation:
         num_started = min(max(0, ledger.num_started), MAX_ID)
         start, stop = merge_ranges(ledger.live)
         inside = np.clip(start, 0, num_started), np.clip(stop, 0, num_started)
-        num_absent = self._stored.count_absent(np.asarray([0]), np.asarray([num_started]))
-        live_absent = self._stored.count_absent(*inside)
+        num_absent = self._stored_ids.count_absent(np.asarray([0]), np.asarray([num_started]))
+        live_absent = self._stored_ids.count_absent(*inside)
         num_live = int((stop - start).sum())
         live_inside = int((inside[1] - inside[0]).sum())
         num_lost = num_absent - live_absent
@@ -57,9 +57,9 @@ class Conservation:
             yield Finding(check=CHECK, location=location, message=message)
         # Stored and in flight; stored, never started; in flight, never started.
         num_both = live_inside - live_absent
-        stored_outside = self._stored.count - (num_started - num_absent)
+        stored_outside = self._stored_ids.count - (num_started - num_absent)
         live_outside = num_live - live_inside
-        both_outside = num_live - self._stored.count_absent(start, stop) - num_both
+        both_outside = num_live - self._stored_ids.count_absent(start, stop) - num_both
         num_wrong = num_both + stored_outside + live_outside - both_outside
         if num_wrong:
             message = (
@@ -83,20 +83,20 @@ class Conservation:
             yield Finding(check=CHECK, location="end", message=message)
 
     def _first_lost(self, start: Ints, stop: Ints) -> int:
-        id = self._stored.next_absent(0)
+        id = self._stored_ids.next_absent(0)
         for a, b in zip(start.tolist(), stop.tolist(), strict=True):
             if a <= id < b:
-                id = self._stored.next_absent(b)
+                id = self._stored_ids.next_absent(b)
         return id
 
     def _first_wrong(self, start: Ints, stop: Ints, num_started: int) -> int:
-        candidates = [self._stored.next_present(MIN_ID), self._stored.next_present(num_started)]
+        candidates = [self._stored_ids.next_present(MIN_ID), self._stored_ids.next_present(num_started)]
         candidates = [id for id in candidates if not 0 <= id < num_started]
         for a, b in zip(start.tolist(), stop.tolist(), strict=True):
             if a < 0:
                 candidates.append(a)
             if b > num_started:
                 candidates.append(max(a, num_started))
-            if (id := self._stored.next_present(max(a, 0))) < min(b, num_started):
+            if (id := self._stored_ids.next_present(max(a, 0))) < min(b, num_started):
                 candidates.append(id)
         return min(candidates)

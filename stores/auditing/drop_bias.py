@@ -29,15 +29,15 @@ P_LIMIT = 0.001
 """Probability above which a difference may be chance: at some ten comparisons per run, one run in a hundred errs."""
 RATIO_LIMIT, REWARD_LIMIT = 1.1, 0.02
 """Differences below these do not matter, however certain: a ratio of lengths, a difference of rewards."""
-MANY_TRUNCATED = 0.1
+REPORTED_TRUNCATED_SHARE = 0.1
 """Share of the responses trained on from which on it is said that they were cut off, whether they differ or not."""
-BLOCK = 65_536
-"""Rows read at once."""
+ROWS_AT_ONCE = 65_536
+"""Rows read together."""
 DROPPED, TRUNCATED = "dropped", "truncated"
 """Kinds of rows besides "fate:reason": all dropped ones, except those that the run's end stopped; and consumed
 responses that were cut off."""
 
-MEANS = ("response_tokens", "prompt_tokens", "turns", "tool_s")
+MEAN_COLUMNS = ("response_tokens", "prompt_tokens", "turns", "tool_s")
 """Columns whose means are compared."""
 
 Array = npt.NDArray[np.float64]
@@ -118,7 +118,7 @@ class DropBias:
             ]
             trajectories = self.consumed.trajectories
             if kind.name == TRUNCATED:
-                if contrasts or kind.trajectories >= MANY_TRUNCATED * trajectories:
+                if contrasts or kind.trajectories >= REPORTED_TRUNCATED_SHARE * trajectories:
                     count = (
                         f"{kind.trajectories:,} of {trajectories:,} responses ({kind.trajectories / trajectories:.0%})"
                     )
@@ -130,13 +130,13 @@ class DropBias:
         return lines
 
 
-def bias_report(store: HasColumns) -> DropBias:
+def drop_bias_of_store(store: HasColumns) -> DropBias:
     """Compare the trajectories of a store by outcome. Reads the store in blocks."""
-    return compute_bias(_blocks(store))
+    return compute_drop_bias(_blocks(store))
 
 
-def compute_bias(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
-    """Compute `bias_report` from a store's columns, given in blocks of rows."""
+def compute_drop_bias(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
+    """Compute `drop_bias_of_store` from a store's columns, given in blocks of rows."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()
     for table in blocks:
@@ -158,9 +158,9 @@ def compute_bias(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
     start = 0
-    while len((table := store.displayed_columns(start, start + BLOCK))["trajectory"]):
+    while len((table := store.displayed_columns(start, start + ROWS_AT_ONCE))["trajectory"]):
         yield table
-        start += BLOCK
+        start += ROWS_AT_ONCE
 
 
 def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:
@@ -188,7 +188,7 @@ class _GroupSums:
         is_scored = (rows["rewarded_s"] > 0) & ~(is_consumed & (rows["loss_mask"] == 0))
         self.trajectories += len(is_scored)
         self.stopped += int((rows["finish"] == FinishReason.UNFINISHED.value).sum())
-        columns = {name: rows[name] for name in MEANS}
+        columns = {name: rows[name] for name in MEAN_COLUMNS}
         columns |= {
             "count": np.ones(len(is_scored)),
             "scored": is_scored,
@@ -209,7 +209,7 @@ class _GroupSums:
 
 def _outcome_stats(name: str, sums: _GroupSums, **differences: Contrast | None) -> OutcomeStats:
     rewards = sums.means("reward", "scored")
-    figures: dict[str, Any] = {**{name: _mean(sums.means(name)) for name in MEANS}, **differences}
+    figures: dict[str, Any] = {**{name: _mean(sums.means(name)) for name in MEAN_COLUMNS}, **differences}
     return OutcomeStats(
         name=name,
         trajectories=sums.trajectories,
@@ -226,7 +226,7 @@ def _compare_outcomes(name: str, sums: _GroupSums, other: _GroupSums) -> Outcome
         # A trajectory that was stopped might have become longer.
         is_unknown = ratio is not None and ratio.effect < 1 and sums.stopped
         ratios[column] = None if is_unknown or name.endswith(AbortReason.RUN_ENDED.value) else ratio
-    reward = difference(sums.means("reward", "scored"), other.means("reward", "scored"))
+    reward = welch_contrast(sums.means("reward", "scored"), other.means("reward", "scored"))
     return _outcome_stats(
         name,
         sums,
@@ -238,26 +238,26 @@ def _compare_outcomes(name: str, sums: _GroupSums, other: _GroupSums) -> Outcome
     )
 
 
-def _ratio(ours: Array, theirs: Array) -> Contrast | None:
-    contrast = difference(np.log(np.maximum(ours, 1.0)), np.log(np.maximum(theirs, 1.0)))
+def _ratio(left: Array, right: Array) -> Contrast | None:
+    contrast = welch_contrast(np.log(np.maximum(left, 1.0)), np.log(np.maximum(right, 1.0)))
     if contrast is None or abs(contrast.effect) < math.log(RATIO_LIMIT):
         return None
     return Contrast(effect=math.exp(contrast.effect), p=contrast.p)
 
 
-def difference(ours: Array, theirs: Array) -> Contrast | None:
+def welch_contrast(left: Array, right: Array) -> Contrast | None:
     """Compare two means by Welch's t-test; None if there are too few values, or the difference is not significant.
 
     The tail of Student's t is that of a normal distribution at Wallace's equivalent deviate (1959), exact to a percent
     from ten degrees of freedom on.
     """
-    if min(len(ours), len(theirs)) < MIN_GROUPS:
+    if min(len(left), len(right)) < MIN_GROUPS:
         return None
-    parts = [float(x.var(ddof=1)) / len(x) for x in (ours, theirs)]
-    gap, variance = float(ours.mean() - theirs.mean()), sum(parts)
+    parts = [float(x.var(ddof=1)) / len(x) for x in (left, right)]
+    gap, variance = float(left.mean() - right.mean()), sum(parts)
     if variance <= 0:
         return Contrast(effect=gap, p=0.0) if gap else None
-    freedom = variance**2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs), strict=True))
+    freedom = variance**2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (left, right), strict=True))
     z = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(gap * gap / variance / freedom))
     p = math.erfc(z / math.sqrt(2))
     return Contrast(effect=gap, p=p) if p < P_LIMIT else None

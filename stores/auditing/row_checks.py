@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
-from staleflow.stores.auditing.weight_counts import Refusal, refused_token_findings
+from staleflow.stores.auditing.weight_counts import RefusedInstance, refused_token_findings
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
@@ -36,10 +36,10 @@ SPAN_TOTALS = ("turns", "given_tokens", "tool_s")
 """Columns that a row's spans must agree with."""
 VERSION_COLUMNS = ("v_min", "v_max", "staleness")
 """Columns that follow from the versions of a row's tokens, its step and its v_traj."""
-CLOSE_S = 1e-6
+SECONDS_TOLERANCE = 1e-6
 """Seconds that sums of the same times may differ by."""
 Ints = npt.NDArray[np.int64]
-GAP = 65_536
+MAX_GAP_TOKENS = 65_536
 """Maximum unread tokens between two rows of one block."""
 
 
@@ -54,7 +54,7 @@ class RowRange:
     """Steps whose batches lie in the range with all their rows."""
     max_tokens: int
     """Tokens that are read together; a longer trajectory is read alone."""
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[RefusedInstance, ...] = ()
     """Instances that were taken out of service."""
 
 
@@ -177,7 +177,7 @@ class Spans:
             by_row.setdefault(row, []).append(ContextBranch(position, int(self.parent_ends[i])))
         return by_row
 
-    def turns(self, count: int) -> npt.NDArray[np.float64]:
+    def span_totals(self, count: int) -> npt.NDArray[np.float64]:
         """[count, 3] the columns SPAN_TOTALS, computed from the spans of `count` rows."""
         is_observation = self.versions == NO_VERSION
         starts = ~is_observation  # a turn begins where a sampled span comes first in its row, or after a given one
@@ -197,13 +197,13 @@ def read_blocks(store: StoreReader, start: int, stop: int, max_tokens: int) -> I
 
 
 def _block_ranges(rows: Rows, max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are read together: at most `max_tokens` tokens, and no gap above GAP."""
+    """Ranges of rows that are read together: at most `max_tokens` tokens, and no gap above MAX_GAP_TOKENS."""
     starts = rows["offset"]
     ends = starts + rows["prompt_tokens"] + rows["response_tokens"]
     a = 0
     while a < len(rows):
         extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(starts[a:])
-        has_gap = np.abs(starts[a + 1 :] - ends[a:-1]) > GAP
+        has_gap = np.abs(starts[a + 1 :] - ends[a:-1]) > MAX_GAP_TOKENS
         stops = (extent[1:] > max_tokens) | has_gap
         b = a + 1 + int(np.argmax(stops)) if stops.any() else len(rows)
         yield a, b
@@ -293,7 +293,7 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     breaks_bound = consumed_mask & ((v_traj > step) | (step > v_traj + eta))
     breaks_step = consumed_mask & (newest > step)
     row_faults = _token_faults_by_row(block)
-    turns = spans.turns(len(rows))
+    turns = spans.span_totals(len(rows))
     stored = np.stack([rows[name] for name in SPAN_TOTALS], axis=1).astype(np.float64)
     versions_and_staleness = np.stack(
         [
@@ -305,7 +305,7 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     )
     stored_versions = np.stack([rows[name] for name in VERSION_COLUMNS], axis=1)
     breaks_versions = (stored_versions != versions_and_staleness).any(axis=1)
-    breaks_turns = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
+    breaks_turns = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, SECONDS_TOLERANCE))).any(axis=1)
     is_wrong = breaks_v_traj | breaks_bound | breaks_step | breaks_versions | breaks_turns
     is_wrong |= np.isin(range(len(rows)), [*row_faults])
     for i in np.flatnonzero(is_wrong).tolist():
@@ -322,7 +322,7 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
         for message in row_faults.get(i, ()):
             yield Finding(check="arrays", location=location, message=message)
         if breaks_turns[i]:
-            yield Finding(check="arrays", location=location, message=describe_turns_mismatch(turns[i], stored[i]))
+            yield Finding(check="arrays", location=location, message=describe_span_total_mismatch(turns[i], stored[i]))
         if breaks_versions[i]:
             numbers = [
                 "versions {} to {} and staleness {}".format(*v[i]) for v in (versions_and_staleness, stored_versions)
@@ -331,7 +331,7 @@ def _check_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
             yield Finding(check="arrays", location=location, message=message)
 
 
-def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]) -> Iterator[Finding]:
+def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[RefusedInstance]) -> Iterator[Finding]:
     """Tokens of instances that were out of service. start_row: number of the block's first row in the store."""
     spans = block.spans
     for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refusals])]).tolist():
@@ -344,7 +344,7 @@ def _refused_tokens(block: RowBlock, start_row: int, refusals: Sequence[Refusal]
         )
 
 
-def describe_turns_mismatch(spans: Iterable[float], stored: Iterable[float]) -> str:
+def describe_span_total_mismatch(spans: Iterable[float], stored: Iterable[float]) -> str:
     """Describe a row whose spans and stored columns SPAN_TOTALS differ."""
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
@@ -392,21 +392,21 @@ def token_faults(
     versions: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
     mask: npt.NDArray[np.uint8],
-    prompt: int,
-    trained: int,
+    prompt_length: int,
+    loss_mask: int,
     teacher: npt.NDArray[np.float32] | None = None,
 ) -> Iterator[str]:
-    """Describe contradictions between a row's token arrays. prompt: the number of prompt tokens; trained: its loss
-    mask; teacher: a teacher's logprobs as they are stored, None if the store has none."""
+    """Describe contradictions between a row's token arrays. loss_mask: that of the
+    row; teacher: a teacher's logprobs as they are stored, None if the store has none."""
     sampled = versions != NO_VERSION
-    if count := int(np.count_nonzero(sampled[:prompt])):
+    if count := int(np.count_nonzero(sampled[:prompt_length])):
         yield f"{count} tokens of the prompt have a version"
     if count := int(np.count_nonzero(logprobs[~sampled])):
         yield f"{count} tokens that were not sampled have a logprob"
     if count := int(np.count_nonzero(~np.isfinite(logprobs[sampled]))):
         yield f"{count} sampled tokens have a logprob that is not finite"
-    expected_mask = sampled * np.uint8(trained != 0)
-    expected_mask[:prompt] = 0
+    expected_mask = sampled * np.uint8(loss_mask != 0)
+    expected_mask[:prompt_length] = 0
     if count := int(np.count_nonzero(mask > expected_mask)):
         yield f"{count} tokens have a loss mask, and carry no gradient"
     if count := int(np.count_nonzero(mask < expected_mask)):

@@ -37,7 +37,7 @@ class ConsumedRows:
     def __init__(self, header: RunHeader) -> None:
         self.num_rows = 0
         self.max_staleness = -1
-        self.stored = IdSet()
+        self.stored_ids = IdSet()
         """The ids of the rows so far."""
         self._header = header
         self._repeated_ids: set[int] = set()
@@ -48,7 +48,7 @@ class ConsumedRows:
 
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns READ_COLUMNS."""
-        self._repeated_ids.update(self.stored.add(rows["trajectory"]).tolist())
+        self._repeated_ids.update(self.stored_ids.add(rows["trajectory"]).tolist())
         wrong_rows = rows[rows["group"] != rows["trajectory"] // self._header.members_started_per_group]
         self._wrong_groups += wrong_rows[["trajectory", "group"]].tolist()
         consumed_mask = is_consumed(rows)

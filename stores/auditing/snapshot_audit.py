@@ -31,7 +31,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 
 CHECK = "history"
 """The name of this check in findings."""
-DERIVED = ("rewards", "logprobs")
+DERIVED_KINDS = ("rewards", "logprobs")
 """Kinds of commits that replace values; see stores/trajectories/derived_branches.py."""
 
 
@@ -74,7 +74,7 @@ def _snapshot_findings(path: Path, repository: Any, branch: str, visited_snapsho
                 return
             visited_snapshots.add(snapshot.id)
             location = f"{branch}, {snapshot.message}"
-            if snapshot.metadata.get("kind") in DERIVED:
+            if snapshot.metadata.get("kind") in DERIVED_KINDS:
                 continue  # it may hold other values, and was read above
             root = zarr.open_group(repository.readonly_session(snapshot_id=snapshot.id).store, mode="r")
             newest = root if newest is None else newest

@@ -61,7 +61,7 @@ class WeightCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class RefusedInstance:
     """An instance taken out of service at a version, whose tokens of that version must not be stored."""
 
     instance: str
@@ -71,7 +71,7 @@ class Refusal:
     version. Tokens of that row and of all later ones are not reported, since another start of the run may have sampled
     them. None: no row may have such tokens."""
 
-    def num_tokens(self, row_number: int, spans: Iterable[tuple[str, int, int]]) -> int:
+    def count_tokens(self, row_number: int, spans: Iterable[tuple[str, int, int]]) -> int:
         """Count the tokens of a row that the instance sampled at that version. spans: (instance, version, number of
         tokens) of the row."""
         if self.first_accepted_row is not None and row_number >= self.first_accepted_row:
@@ -80,7 +80,7 @@ class Refusal:
 
 
 def refused_token_findings(
-    location: str, row_number: int, spans: Sequence[tuple[str, int, int]], refusals: Iterable[Refusal]
+    location: str, row_number: int, spans: Sequence[tuple[str, int, int]], refusals: Iterable[RefusedInstance]
 ) -> Iterator[Finding]:
     """Report tokens of a row that were sampled by instances out of service.
 
@@ -91,13 +91,13 @@ def refused_token_findings(
         refusals: Instances that were taken out of service.
     """
     for refusal in refusals:
-        if count := refusal.num_tokens(row_number, spans):
+        if count := refusal.count_tokens(row_number, spans):
             sampler = f"{refusal.instance} at version {refusal.version}"
             message = f"{count} tokens of {sampler}, at which it was taken out of service"
             yield Finding(check=CHECK, location=location, message=message)
 
 
-class WeightChecks:
+class WeightCheckCounter:
     """The weight checks of a run's records, which are added in the order of the commits. Memory: a few numbers for each
     pull, and the checks that contradict or precede the stored fingerprint of their version."""
 
@@ -134,10 +134,12 @@ class WeightChecks:
         self._num_rows += record.num_rows
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def refusals(self) -> tuple[RefusedInstance, ...]:
         """The instances that were taken out of service."""
         return tuple(
-            Refusal(instance=instance, version=version, first_accepted_row=self._accepted_rows.get((instance, version)))
+            RefusedInstance(
+                instance=instance, version=version, first_accepted_row=self._accepted_rows.get((instance, version))
+            )
             for instance, version in self._refused
         )
 

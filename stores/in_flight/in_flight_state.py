@@ -95,7 +95,7 @@ class LatestRouting(NamedTuple):
     """The latest routing of a trajectory."""
 
     route_number: int
-    tokens: int
+    num_tokens: int
     """Tokens that it had then."""
 
 
@@ -144,7 +144,7 @@ class InFlightState:
                 return self._restart(entry)
             case spool_entries.RewardDelivered():
                 return self._reward(entry)
-            case spool_entries.TeacherDelivered():
+            case spool_entries.TeacherLogprobsDelivered():
                 return self._add_teacher_logprobs(entry)
             case spool_entries.TrajectoriesRouted():
                 return self._route(entry)
@@ -214,15 +214,15 @@ class InFlightState:
         pending = (t.id for t in self.pending_commit() if t.id not in ids)
         return [i for i in (*self.live, *pending) if 0 <= i < num_started]
 
-    def remove_committed(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
+    def remove_committed(self, trajectories: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
         """Remove the trajectories that a commit has stored. Returns the groups that have no trajectory in flight any
         more.
 
         Args:
-            rows: The stored trajectories.
+            trajectories: The stored ones.
             step: The step whose batch was stored.
         """
-        ids = set(rows)
+        ids = set(trajectories)
         if step is not None:
             self.batches.pop(step, None)
         self.discarded = [e for e in self.discarded if e.trajectory.id not in ids]
@@ -361,7 +361,7 @@ class InFlightState:
         ends_turn = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], EnvSpan))
         if entry.start > num_known or end < num_known or (end == num_known and not ends_turn):
             return False
-        if any(segment.num_finite < len(segment.tokens) for segment in entry.segments):
+        if any(segment.finite_prefix_length < len(segment.tokens) for segment in entry.segments):
             return False
         spans = list(t.spans)
         skip = num_known - entry.start
@@ -369,7 +369,7 @@ class InFlightState:
             new_segment = segment.drop_first(min(skip, len(segment.tokens)))
             skip -= len(segment.tokens) - len(new_segment.tokens)
             if len(new_segment.tokens):
-                _append(spans, new_segment, merge=num_known > routing.tokens)
+                _append(spans, new_segment, merge=num_known > routing.num_tokens)
         timings = replace(t.timings, sampled_s=entry.at_s)
         self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
         return True
@@ -385,7 +385,7 @@ class InFlightState:
             tokens=entry.tokens,
             seconds=entry.seconds,
             parent_end=entry.parent_end,
-            next_turn_auxiliary=entry.next_turn_auxiliary,
+            is_next_turn_auxiliary=entry.is_next_turn_auxiliary,
         )
         self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
         self.turn_limits[t.id] = entry.max_turn_tokens, entry.stop
@@ -400,7 +400,7 @@ class InFlightState:
 
     def _reward(self, entry: spool_entries.RewardDelivered) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or t.num_tokens != entry.tokens:
+        if t is None or t.num_tokens != entry.num_tokens:
             return False
         self.live[entry.trajectory] = replace(
             t,
@@ -413,11 +413,11 @@ class InFlightState:
         self.scored.add(entry.trajectory)
         return True
 
-    def _add_teacher_logprobs(self, entry: spool_entries.TeacherDelivered) -> bool:
+    def _add_teacher_logprobs(self, entry: spool_entries.TeacherLogprobsDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         if t is None or t.id not in self.scored or t.teacher_logprobs is not None:
             return False
-        if not t.num_tokens == entry.tokens == len(entry.logprobs) or not np.isfinite(entry.logprobs).all():
+        if not t.num_tokens == entry.num_tokens == len(entry.logprobs) or not np.isfinite(entry.logprobs).all():
             return False
         self.live[t.id] = replace(t, teacher_logprobs=np.where(t.sampled, entry.logprobs, np.float32(0)))
         return True
@@ -502,8 +502,8 @@ def _mask_auxiliary_turns(spans: Sequence[Span]) -> tuple[Span, ...]:
     auxiliary = False
     for span in spans:
         if isinstance(span, EnvSpan):
-            auxiliary = span.next_turn_auxiliary
-            result.append(replace(span, next_turn_auxiliary=False))
+            auxiliary = span.is_next_turn_auxiliary
+            result.append(replace(span, is_next_turn_auxiliary=False))
         else:
             result.append(EnvSpan(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
     return tuple(result)

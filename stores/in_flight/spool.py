@@ -132,15 +132,18 @@ class Spool:
         for group in groups:
             self._stored_at_step[group] = step
 
-    def rotate(self, oldest_point: int | None) -> None:
-        """Start a new part, and remove parts that no resume point needs. oldest_point: version of the oldest resume
-        point; None if there is none and stored work is not needed again."""
+    def rotate(self, oldest_resume_version: int | None) -> None:
+        """Start a new part, and remove parts that no resume point needs.
+
+        oldest_resume_version: Version of the oldest resume point; None if there is none and stored work is not needed
+        again.
+        """
         self._begin_part()
         if self._is_replaced():
             return
         for number in sorted(self._parts)[:-1]:
             steps = [self._stored_at_step.get(group) for group in self._parts[number]]
-            if any(s is None or (oldest_point is not None and s >= oldest_point) for s in steps):
+            if any(s is None or (oldest_resume_version is not None and s >= oldest_resume_version) for s in steps):
                 break
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)

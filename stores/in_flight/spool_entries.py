@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import (
     FinishReason,
     FloatArray,
@@ -81,7 +81,7 @@ class ObservationDelivered:
     """Token limit of the next turn; 0 if the environment set none."""
     parent_end: int | None = None
     """Position behind the last kept token of the earlier context, if a context branch begins with the observation."""
-    next_turn_auxiliary: bool = False
+    is_next_turn_auxiliary: bool = False
     """Whether the next turn is not trained on."""
     stop: StopCriteria = NO_STOP
     """Stop criteria of the next turn."""
@@ -92,7 +92,7 @@ class EpisodeRestarted:
     """An environment failed, and the trajectory restarts from its prompt."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     """Number of its response tokens, which are dropped."""
     route_number: int
     """Route number of its latest routing; later samples have higher ones."""
@@ -106,7 +106,7 @@ class RewardDelivered:
     none."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     reward: float
     parts: Mapping[str, float]
     error: str
@@ -115,11 +115,11 @@ class RewardDelivered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherDelivered:
+class TeacherLogprobsDelivered:
     """A teacher has computed the logprobs of a response with this number of tokens, which has its reward."""
 
     trajectory: TrajectoryId
-    tokens: int
+    num_tokens: int
     logprobs: FloatArray  # [T] under the reference model, nats; 0 for tokens that were not sampled
     attempt: int = 0
 
@@ -165,32 +165,32 @@ Entry = (
     | ObservationDelivered
     | EpisodeRestarted
     | RewardDelivered
-    | TeacherDelivered
+    | TeacherLogprobsDelivered
     | BatchTaken
     | TrajectoriesDiscarded
     | InFlightResumed
     | EvaluationEnded
 )
 
-EpisodeEntry = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered | TeacherDelivered
+EpisodeEntry = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered | TeacherLogprobsDelivered
 """Entries that belong to one attempt at an episode."""
 
 
-KINDS: dict[str, Any] = {
+ENTRY_CLASSES: dict[str, Any] = {
     "drawn": GroupDrawn,
     "routed": TrajectoriesRouted,
     "tokens": TokensDelivered,
     "given": ObservationDelivered,
     "restarted": EpisodeRestarted,
     "reward": RewardDelivered,
-    "teacher": TeacherDelivered,
+    "teacher": TeacherLogprobsDelivered,
     "batch": BatchTaken,
     "retired": TrajectoriesDiscarded,
     "resumed": InFlightResumed,
     "evaluated": EvaluationEnded,
 }
 """Names of the entry classes in a spool."""
-_NAMES = {entry: kind for kind, entry in KINDS.items()}
+_ENTRY_NAMES = {entry: kind for kind, entry in ENTRY_CLASSES.items()}
 
 
 def encode(entry: Entry) -> bytes:
@@ -218,7 +218,7 @@ def encode(entry: Entry) -> bytes:
                 return value.value
         return value.item()  # a number of numpy
 
-    text = json.dumps([_NAMES[type(entry)], *values], default=plain, separators=(",", ":")).encode()
+    text = json.dumps([_ENTRY_NAMES[type(entry)], *values], default=plain, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
 
 
@@ -227,7 +227,7 @@ def decode(data: bytes) -> Entry:
     try:
         (size,) = struct.unpack_from("<I", data)
         kind, *values = json.loads(data[4 : 4 + size])
-        hints, offset = _hints(KINDS[kind]), 4 + size
+        hints, offset = _hints(ENTRY_CLASSES[kind]), 4 + size
         if kind == "given" and len(values) == len(hints) + 1:
             values[-2:] = [values[-2:]]  # the two parts of its stop criteria
         if len(values) > len(hints):
@@ -254,7 +254,7 @@ def decode(data: bytes) -> Entry:
                 return tuple(parse(get_args(hint)[0], item) for item in value)
             return hint(value) if isinstance(hint, type) and issubclass(hint, Enum) else value
 
-        entry: Entry = KINDS[kind](**{n: parse(h, v) for (n, h), v in zip(hints.items(), values, strict=False)})
+        entry: Entry = ENTRY_CLASSES[kind](**{n: parse(h, v) for (n, h), v in zip(hints.items(), values, strict=False)})
         return entry
     except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"no entry of a spool: {error}") from error

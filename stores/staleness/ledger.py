@@ -20,10 +20,10 @@ Worked example, eta = 1, one group a step, version 0 published:
 >>> for g in (0, 1):
 ...     _ = ledger.start(GroupId(g))
 ...     ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
->>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are reserved; group 2 would be late
+>>> ledger.start(GroupId(2)); ledger.reservation_refusal(PolicyVersion(0))  # group 2 would be late
 (2,)
 '2 groups have reserved the 2 entries up to step 1'
->>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.ready()
+>>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.is_batch_ready()
 True
 ()
 True
@@ -37,7 +37,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger_entries import BufferView, Consumption, Ending, Entry, EntryState
+from staleflow.stores.staleness.ledger_groups import BufferView, Consumption, Ending, GroupState, LiveGroup
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 
 UNLIMITED = 2**62
@@ -84,7 +84,7 @@ class StalenessLedger:
             )
         self.version = PolicyVersion(0)
         self.next_step = 0
-        self.live_groups: dict[GroupId, Entry] = {}
+        self.live_groups: dict[GroupId, LiveGroup] = {}
         """The record of each live group, including queued ones, which have no reserved entry."""
         # By version, in order of arrival: dicts serve as ordered sets.
         self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
@@ -100,7 +100,7 @@ class StalenessLedger:
         """The last step that may consume work of `version`."""
         return min(version + self.eta, self.num_steps - 1)
 
-    def refusal(self, version: PolicyVersion) -> str | None:
+    def reservation_refusal(self, version: PolicyVersion) -> str | None:
         """The reason why no more groups of `version` can reserve an entry; None if one can."""
         return self._shortage(version, self._last_deadline())
 
@@ -117,12 +117,12 @@ class StalenessLedger:
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
-        entry = self.live_groups[group]
-        if entry.state is EntryState.QUEUED:
-            return self.refusal(version) is None
-        return entry.state is EntryState.RESERVED and self._version_change_refusal(entry, version) is None
+        live_group = self.live_groups[group]
+        if live_group.state is GroupState.QUEUED:
+            return self.reservation_refusal(version) is None
+        return live_group.state is GroupState.RESERVED and self._version_change_refusal(live_group, version) is None
 
-    def ready(self) -> bool:
+    def is_batch_ready(self) -> bool:
         """Whether the next step can consume its batch now without breaking more reservations than redundancy allows."""
         if not self._has_batch():
             return False
@@ -150,13 +150,13 @@ class StalenessLedger:
         """Number of finished groups that wait to be trained on."""
         return sum(map(len, self._occupied.values()))
 
-    def mean_lag(self, state: EntryState) -> float:
+    def mean_lag(self, state: GroupState) -> float:
         """Mean of published version - version over the groups in a state, RESERVED or OCCUPIED; 0 if none."""
-        index = self._reserved if state is EntryState.RESERVED else self._occupied
+        index = self._reserved if state is GroupState.RESERVED else self._occupied
         lags = sum((self.version - version) * len(groups) for version, groups in index.items())
         return lags / max(1, sum(map(len, index.values())))
 
-    def view(self) -> tuple[BufferView, ...]:
+    def buffer_views(self) -> tuple[BufferView, ...]:
         """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
         steps = range(self.next_step, self._last_deadline() + 1)
         reserved: dict[int, dict[int, int]] = {step: {} for step in steps}
@@ -216,7 +216,7 @@ class StalenessLedger:
             ):
                 raise ProtocolViolation(f"group {group} cannot be taken up with members {list(live_members)[:10]}")
             members = tuple(live_members)
-        self.live_groups[group] = Entry(group=group, waiting=set(members))
+        self.live_groups[group] = LiveGroup(group=group, unfinished=set(members))
         self.num_started += len(members)
         return members
 
@@ -227,50 +227,54 @@ class StalenessLedger:
         version, and with it its deadline, if all other reservations can still be kept. Raises ProtocolViolation if not:
         check `can_reserve` first.
         """
-        entry = self._live_group(group)
-        if member not in entry.waiting:
+        live_group = self._live_group(group)
+        if member not in live_group.unfinished:
             raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
         if not self.can_reserve(group, version):
             why = (
-                self.refusal(version)
-                if entry.state is EntryState.QUEUED
-                else self._version_change_refusal(entry, version)
+                self.reservation_refusal(version)
+                if live_group.state is GroupState.QUEUED
+                else self._version_change_refusal(live_group, version)
             )
             raise ProtocolViolation(f"group {group} cannot reserve an entry at version {version}: {why}")
-        if entry.state is EntryState.QUEUED:
-            entry.state, entry.version = EntryState.RESERVED, version
+        if live_group.state is GroupState.QUEUED:
+            live_group.state, live_group.version = GroupState.RESERVED, version
             self._reserved.setdefault(version, {})[group] = None
-        elif version < entry.version:
-            self._remove_from_index(entry)
-            entry.version = version
+        elif version < live_group.version:
+            self._remove_from_index(live_group)
+            live_group.version = version
             self._reserved.setdefault(version, {})[group] = None
-        entry.routed[member] = min(version, entry.routed.get(member, version))
+        live_group.member_versions[member] = min(version, live_group.member_versions.get(member, version))
 
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
         """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
-        entry = self._live_group(group)
-        if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
+        live_group = self._live_group(group)
+        if (
+            live_group.state is not GroupState.RESERVED
+            or member not in live_group.member_versions
+            or member not in live_group.unfinished
+        ):
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
-        entry.waiting.remove(member)
-        entry.completed.append(member)
-        return len(entry.completed) >= self.group_size
+        live_group.unfinished.remove(member)
+        live_group.completed.append(member)
+        return len(live_group.completed) >= self.group_size
 
     def occupy(self, group: GroupId) -> tuple[Ending, ...]:
         """Turn a complete group's reservation into finished work; abort its surplus members and groups left without a
         step."""
-        entry = self._live_group(group)
-        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+        live_group = self._live_group(group)
+        if live_group.state is not GroupState.RESERVED or len(live_group.completed) < self.group_size:
             raise ProtocolViolation(
-                f"group {group} cannot be occupied: {entry.state.name}, {len(entry.completed)} done"
+                f"group {group} cannot be occupied: {live_group.state.name}, {len(live_group.completed)} done"
             )
-        self._remove_from_index(entry)
-        entry.state = EntryState.OCCUPIED
-        self._occupied.setdefault(entry.version, {})[group] = None
-        surplus = (*entry.completed[self.group_size :], *sorted(entry.waiting))
-        entry.completed = entry.completed[: self.group_size]
-        entry.routed = {member: entry.routed[member] for member in entry.completed}
-        entry.waiting.clear()
-        endings = self._end(entry, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
+        self._remove_from_index(live_group)
+        live_group.state = GroupState.OCCUPIED
+        self._occupied.setdefault(live_group.version, {})[group] = None
+        surplus = (*live_group.completed[self.group_size :], *sorted(live_group.unfinished))
+        live_group.completed = live_group.completed[: self.group_size]
+        live_group.member_versions = {member: live_group.member_versions[member] for member in live_group.completed}
+        live_group.unfinished.clear()
+        endings = self._end(live_group, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
         return (*endings, *self._abort_surplus_groups())
 
     def consume(self, step: int) -> Consumption:
@@ -278,14 +282,14 @@ class StalenessLedger:
         when ready."""
         if step != self.next_step:
             raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
-        if not self.ready():
+        if not self.is_batch_ready():
             raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
         batch = self._next_batch()
-        for entry in batch:
-            if not entry.version <= step <= entry.version + self.eta:
-                raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
-        for entry in batch:
-            del self._occupied[entry.version][entry.group], self.live_groups[entry.group]
+        for live_group in batch:
+            if not live_group.version <= step <= live_group.version + self.eta:
+                raise ProtocolViolation(f"group {live_group.group} of version {live_group.version} at step {step}")
+        for live_group in batch:
+            del self._occupied[live_group.version][live_group.group], self.live_groups[live_group.group]
         self._occupied = {version: groups for version, groups in self._occupied.items() if groups}
         members = tuple(itertools.chain.from_iterable(e.completed for e in batch))
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
@@ -294,38 +298,38 @@ class StalenessLedger:
             step=step,
             groups=tuple(e.group for e in batch),
             members=members,
-            versions=tuple(itertools.chain.from_iterable(e.routed.values() for e in batch)),
+            versions=tuple(itertools.chain.from_iterable(e.member_versions.values() for e in batch)),
             surplus=self._abort_surplus_groups(),
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
         """Abort a group, or one unfinished member of it; if too few others remain, the whole group is aborted. An
         aborted group's entry is freed."""
-        entry = self._live_group(group)
+        live_group = self._live_group(group)
         if member is not None:
-            if member not in entry.waiting:
+            if member not in live_group.unfinished:
                 raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
-            if len(entry.completed) + len(entry.waiting) > self.group_size:
-                entry.waiting.remove(member)
-                return self._end(entry, (member,), Fate.ABORTED, reason)
-            siblings = tuple(m for m in entry.members if m != member)
-            self._drop(entry)
+            if len(live_group.completed) + len(live_group.unfinished) > self.group_size:
+                live_group.unfinished.remove(member)
+                return self._end(live_group, (member,), Fate.ABORTED, reason)
+            siblings = tuple(m for m in live_group.members if m != member)
+            self._drop(live_group)
             return (
-                *self._end(entry, (member,), Fate.ABORTED, reason),
-                *self._end(entry, siblings, Fate.ABORTED, AbortReason.GROUP_FAILED),
+                *self._end(live_group, (member,), Fate.ABORTED, reason),
+                *self._end(live_group, siblings, Fate.ABORTED, AbortReason.GROUP_FAILED),
             )
-        self._drop(entry)
-        return self._end(entry, entry.members, Fate.ABORTED, reason)
+        self._drop(live_group)
+        return self._end(live_group, live_group.members, Fate.ABORTED, reason)
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
         """Discard a complete group that is not worth training on. Its entry becomes free for a replacement."""
-        entry = self._live_group(group)
-        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+        live_group = self._live_group(group)
+        if live_group.state is not GroupState.RESERVED or len(live_group.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
-        self._drop(entry)
+        self._drop(live_group)
         return (
-            *self._end(entry, tuple(entry.completed), Fate.FILTERED, reason),
-            *self._end(entry, tuple(sorted(entry.waiting)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
+            *self._end(live_group, tuple(live_group.completed), Fate.FILTERED, reason),
+            *self._end(live_group, tuple(sorted(live_group.unfinished)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
         )
 
     def publish(self, version: PolicyVersion) -> None:
@@ -353,7 +357,7 @@ class StalenessLedger:
                 raise ProtocolViolation(f"live work of version {version} at step {self.next_step}, bound {self.eta}")
 
     def _validate_membership(self) -> None:
-        for state, index in ((EntryState.RESERVED, self._reserved), (EntryState.OCCUPIED, self._occupied)):
+        for state, index in ((GroupState.RESERVED, self._reserved), (GroupState.OCCUPIED, self._occupied)):
             index_versions = {g: v for v, groups in index.items() for g in groups}
             if sum(map(len, index.values())) != len(index_versions):
                 raise ProtocolViolation(f"a group is {state.name} under two versions")
@@ -362,16 +366,23 @@ class StalenessLedger:
                 raise ProtocolViolation(
                     f"{state.name} index and entries differ: {index_versions.items() ^ expected_versions.items()}"
                 )
-        for entry in self.live_groups.values():
-            if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed.keys():
-                raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
-            if entry.state is EntryState.OCCUPIED and [*entry.routed] != entry.completed:
-                raise ProtocolViolation(f"group {entry.group}: versions in another order than its members")
-            if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
-                raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
+        for live_group in self.live_groups.values():
+            if (
+                set(live_group.completed) & live_group.unfinished
+                or not set(live_group.completed) <= live_group.member_versions.keys()
+            ):
+                raise ProtocolViolation(
+                    f"group {live_group.group}: members both unfinished and done, or done but never routed"
+                )
+            if live_group.state is GroupState.OCCUPIED and [*live_group.member_versions] != live_group.completed:
+                raise ProtocolViolation(f"group {live_group.group}: versions in another order than its members")
+            if (live_group.state is GroupState.QUEUED) != (live_group.version == -1 and not live_group.member_versions):
+                raise ProtocolViolation(
+                    f"group {live_group.group} is {live_group.state.name} with version {live_group.version}"
+                )
 
     def _validate_counts(self) -> None:
-        num_live = sum(len(e.completed) + len(e.waiting) for e in self.live_groups.values())
+        num_live = sum(len(e.completed) + len(e.unfinished) for e in self.live_groups.values())
         if num_live != self.num_live:
             raise ProtocolViolation(
                 f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, "
@@ -394,15 +405,15 @@ class StalenessLedger:
             and self.num_occupied >= self.groups_per_step
         )
 
-    def _next_batch(self) -> list[Entry]:
+    def _next_batch(self) -> list[LiveGroup]:
         """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""
-        entries: list[Entry] = []
+        batch: list[LiveGroup] = []
         for version in sorted(self._occupied):
             for group in self._occupied[version]:
-                if len(entries) == self.groups_per_step:
+                if len(batch) == self.groups_per_step:
                     break
-                entries.append(self.live_groups[group])
-        return entries
+                batch.append(self.live_groups[group])
+        return batch
 
     def _last_deadline(self) -> int:
         """The last step by which any existing or possible reservation is due."""
@@ -459,36 +470,36 @@ class StalenessLedger:
                 return f"finished groups fill all entries up to step {step}"
         return None
 
-    def _version_change_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
+    def _version_change_refusal(self, live_group: LiveGroup, version: PolicyVersion) -> str | None:
         """The reason why a reserved group cannot take `version`; None if all reservations can still be kept. One not
         older only needs a deadline that is not over."""
-        return self._shortage(version, self.deadline(entry.version) - 1)
+        return self._shortage(version, self.deadline(live_group.version) - 1)
 
-    def _live_group(self, group: GroupId) -> Entry:
-        entry = self.live_groups.get(group)
-        if entry is None:
+    def _live_group(self, group: GroupId) -> LiveGroup:
+        live_group = self.live_groups.get(group)
+        if live_group is None:
             raise ProtocolViolation(f"group {group} is not live")
-        return entry
+        return live_group
 
-    def _remove_from_index(self, entry: Entry) -> None:
+    def _remove_from_index(self, live_group: LiveGroup) -> None:
         """Remove the entry from the index of its state."""
-        index = self._reserved if entry.state is EntryState.RESERVED else self._occupied
-        groups = index[entry.version]
-        del groups[entry.group]
+        index = self._reserved if live_group.state is GroupState.RESERVED else self._occupied
+        groups = index[live_group.version]
+        del groups[live_group.group]
         if not groups:
-            del index[entry.version]
+            del index[live_group.version]
 
-    def _drop(self, entry: Entry) -> None:
-        if entry.state is not EntryState.QUEUED:
-            self._remove_from_index(entry)
-        del self.live_groups[entry.group]
+    def _drop(self, live_group: LiveGroup) -> None:
+        if live_group.state is not GroupState.QUEUED:
+            self._remove_from_index(live_group)
+        del self.live_groups[live_group.group]
 
     def _end(
-        self, entry: Entry, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
+        self, live_group: LiveGroup, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
     ) -> tuple[Ending, ...]:
         self._count_ended(len(members), fate, reason)
         return tuple(
-            Ending(trajectory=m, group=entry.group, fate=fate, reason=reason, step=self.next_step) for m in members
+            Ending(trajectory=m, group=live_group.group, fate=fate, reason=reason, step=self.next_step) for m in members
         )
 
     def _count_ended(self, count: int, fate: Fate, reason: AbortReason) -> None:

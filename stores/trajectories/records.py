@@ -15,7 +15,7 @@ from staleflow.stores.serialization import Codec
 from staleflow.stores.trajectory import Trajectory
 from staleflow.stores.weights.weight_report import WeightCheck
 
-CHANGEABLE_KEYS = (
+RESUME_CHANGEABLE_KEYS = (
     "steps",
     "rollout.instances",
     "rollout.max_instances",
@@ -230,7 +230,7 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
 
 
 RECORD_CODEC = Codec(
-    sparse={
+    omit_defaults={
         RunHeader: ("sources",),
         LedgerState: ("sources", "tasks_in_flight"),
         CommitRecord: ("inputs", "rows_fingerprint", "previous"),

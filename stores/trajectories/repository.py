@@ -26,7 +26,7 @@ import icechunk
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError, StoreUnavailable, raised_as
 from staleflow.stores.files import flush_and_rename, replace_text
 from staleflow.stores.s3_url import split_url
-from staleflow.stores.trajectories.records import CHANGEABLE_KEYS
+from staleflow.stores.trajectories.records import RESUME_CHANGEABLE_KEYS
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -118,7 +118,7 @@ def _fixed_values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             values |= _fixed_values(value, f"{prefix}{name}.")
-        elif not f"{prefix}{name}".startswith(CHANGEABLE_KEYS):
+        elif not f"{prefix}{name}".startswith(RESUME_CHANGEABLE_KEYS):
             values[f"{prefix}{name}"] = value
     return values
 

@@ -76,7 +76,7 @@ class ResumePoints:
         paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
         return sorted({PolicyVersion(int(path.stem[1:])) for path in paths if POINT_NAME.fullmatch(path.stem)})
 
-    def latest(self) -> list[PolicyVersion]:
+    def latest_versions(self) -> list[PolicyVersion]:
         """The versions of the latest points, oldest first: those that a run may be resumed from without loss."""
         return self.versions()[-NUM_LATEST_KEPT:]
 
@@ -114,7 +114,7 @@ class ResumePoints:
         replacement = replacing_folder if sharded else replacing
         with contextlib.ExitStack() as until_renamed:
             with (
-                replacement(path, REMEDY, failures=(RuntimeError,)) as tmp_path,
+                replacement(path, REMEDY, error_types=(RuntimeError,)) as tmp_path,
                 _explain_short_writes(tmp_path.parent),
             ):
                 yield tmp_path

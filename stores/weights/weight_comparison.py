@@ -35,7 +35,7 @@ def compare_parts(parts: Iterable[WeightPart]) -> WeightReport:
     for part in parts:
         if part.incomparable_reason:
             unknown_reasons[part.incomparable_reason] += 1
-        elif equal_bits(part.loaded, part.published):
+        elif have_equal_bits(part.loaded, part.published):
             num_verified += 1
         else:
             differing_names.append(part.name)
@@ -62,7 +62,7 @@ def compare_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> 
     )
 
 
-def equal_bits(left: Any, right: Any) -> bool:
+def have_equal_bits(left: Any, right: Any) -> bool:
     """Whether two tensors or arrays have equal types, shapes and bits. NaN equals itself, and -0 does not equal 0."""
     if left.dtype != right.dtype or tuple(left.shape) != tuple(right.shape):
         return False

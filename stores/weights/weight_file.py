@@ -31,7 +31,7 @@ each tensor begins at a multiple of its element size."""
 def write(path: Path, weights: Tensors | TensorStream) -> str:
     """Write weights to a file, and return their fingerprint. Raises OSError, and StoreError for a dtype that the format
     lacks."""
-    header, offsets = layout(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
+    header, offsets = build_header(weights.meta_tensors if isinstance(weights, TensorStream) else weights)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(fd, header, 0)
@@ -44,7 +44,7 @@ def write(path: Path, weights: Tensors | TensorStream) -> str:
         os.close(fd)
 
 
-def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
+def build_header(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
     """Build the header of a file with these tensors. Returns it with the offset of each tensor by name."""
     entries: dict[str, object] = {}
     offsets, end = {}, 0

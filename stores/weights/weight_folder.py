@@ -115,7 +115,7 @@ def _create_and_lock(folder: Path) -> int | None:
     return None
 
 
-PIECE_BYTES = 8 * 2**20
+TRANSFER_PIECE_BYTES = 8 * 2**20
 """Bytes of a piece: large enough that the overhead of a request is small, small enough to hold several in memory."""
 
 
@@ -126,10 +126,10 @@ class Piece(NamedTuple):
     size: int
 
 
-def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+def split_into_pieces(num_bytes: int, piece_bytes: int = TRANSFER_PIECE_BYTES) -> list[Piece]:
     """Split a file into pieces, in order. They cover each byte once; only the last may be smaller than the others.
 
-    >>> pieces(5, 2)
+    >>> split_into_pieces(5, 2)
     [Piece(offset=0, size=2), Piece(offset=2, size=2), Piece(offset=4, size=1)]
     """
     return [Piece(start, min(piece_bytes, num_bytes - start)) for start in range(0, num_bytes, piece_bytes)]
@@ -142,16 +142,17 @@ class PartialFile:
     call opens the file, and each attempt at a file has a name of its own.
     """
 
-    def __init__(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, path: Path, num_bytes: int, piece_bytes: int = TRANSFER_PIECE_BYTES) -> None:
         self._path = path
         self._num_bytes, self._piece_bytes = num_bytes, piece_bytes
-        self.missing: dict[int, Piece] = {piece.offset: piece for piece in pieces(num_bytes, piece_bytes)}
+        pieces = split_into_pieces(num_bytes, piece_bytes)
+        self.missing_pieces: dict[int, Piece] = {piece.offset: piece for piece in pieces}
         """Pieces that have not arrived, by offset."""
 
     @property
     def bytes_arrived(self) -> int:
         """Number of bytes received."""
-        return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
+        return self._num_bytes - sum(piece.size for piece in list(self.missing_pieces.values()))
 
     def write(self, piece: Piece, data: bytes) -> None:
         """Write a received piece. data: all of its bytes. Raises OSError, such as for a full disk; the piece is still
@@ -161,12 +162,12 @@ class PartialFile:
             view = memoryview(data)
             while view:
                 view = view[file.write(view) :]
-        self.missing.pop(piece.offset, None)
+        self.missing_pieces.pop(piece.offset, None)
 
     def has(self, offset: int, size: int) -> bool:
         """Whether these bytes have been received."""
         first_offset = offset - offset % self._piece_bytes
-        return not any(start in self.missing for start in range(first_offset, offset + size, self._piece_bytes))
+        return not any(start in self.missing_pieces for start in range(first_offset, offset + size, self._piece_bytes))
 
     def read(self, offset: int, size: int) -> bytes:
         """Read received bytes."""
@@ -200,14 +201,14 @@ class WeightFolder:
             return weight_file.write(tmp_path, weights)
 
     @contextlib.contextmanager
-    def receive(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
+    def receive(self, path: Path, num_bytes: int, piece_bytes: int = TRANSFER_PIECE_BYTES) -> Iterator[PartialFile]:
         """Context manager: receive a file of this folder. When the block ends, the file becomes visible if it is
         complete, and is removed otherwise. Raises StoreError."""
         with self._replacing(path) as tmp_path:
             partial_file = PartialFile(tmp_path, num_bytes, piece_bytes)
             yield partial_file
-            if partial_file.missing:
-                raise StoreError(f"{path}: {len(partial_file.missing)} pieces have not arrived")
+            if partial_file.missing_pieces:
+                raise StoreError(f"{path}: {len(partial_file.missing_pieces)} pieces have not arrived")
 
     def read_piece(self, path: Path, offset: int, size: int) -> bytes:
         """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
@@ -232,7 +233,7 @@ class WeightFolder:
 
     def _replacing(self, path: Path) -> AbstractContextManager[Path]:
         remedy = "free memory, or set cluster.shared_memory to a larger folder"
-        return replacing(path, remedy, failures=(SafetensorError,), flush=False)
+        return replacing(path, remedy, error_types=(SafetensorError,), flush=False)
 
 
 def save_checkpoint(
@@ -259,7 +260,7 @@ def save_checkpoint(
     largest = max(weights.values(), key=lambda tensor: tensor.numel())
     config = copy.deepcopy(model.config)
     config.dtype = str(largest.dtype).removeprefix("torch.")  # buffers may have another, and trained ones are float32
-    with replacing_folder(folder, "free space or move runs_dir", failures=(SafetensorError,)) as tmp_path:
+    with replacing_folder(folder, "free space or move runs_dir", error_types=(SafetensorError,)) as tmp_path:
         model.save_pretrained(tmp_path, state_dict=dict(weights), max_shard_size=MAX_SHARD_SIZE)
         config.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)

@@ -32,7 +32,7 @@ AnyTensor: TypeAlias = "torch.Tensor | Array"
 
 SCHEME = "sha256-tree"
 """The scheme of fingerprints."""
-PIECE_BYTES = 16 * 2**20
+HASH_PIECE_BYTES = 16 * 2**20
 """Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
 MAX_THREADS = 8
 """Maximum number of threads for one fingerprint. More are hardly faster, as reading memory limits them, and other
@@ -68,13 +68,13 @@ def sorted_tensors(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
 
 
 def fingerprint(
-    weights: Weights, threads: int | None = None, on_piece: Callable[[str, int, memoryview], object] | None = None
+    weights: Weights, num_threads: int | None = None, on_piece: Callable[[str, int, memoryview], object] | None = None
 ) -> str:
     """Compute the fingerprint of weights on any device.
 
     Args:
         weights: Tensors by name, or a TensorStream, which is consumed.
-        threads: Number of threads, by default one for each processor, up to MAX_THREADS. Each copies one piece at a
+        num_threads: Number of threads, by default one for each processor, up to MAX_THREADS. Each copies one piece at a
             time to this process' memory.
         on_piece: Called in these threads with the tensor's name, the offset of the piece in the tensor in bytes, and
             the bytes of the piece.
@@ -87,9 +87,9 @@ def fingerprint(
             on_piece(name, offset, data)
         return hashlib.sha256(data).digest()  # hashlib lets other threads run meanwhile
 
-    if threads is None:
+    if num_threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = min(MAX_THREADS, cores)
+        num_threads = min(MAX_THREADS, cores)
     weights_hash = hashlib.sha256()
     pending_digests: deque[tuple[bytes, list[Future[bytes]]]] = deque()
     num_pending = 0
@@ -98,12 +98,12 @@ def fingerprint(
         weights_hash.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
         return len(digests)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as pool:
         for name, tensor in sorted_tensors(weights):
             digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
             pending_digests.append((_header(name, tensor), digests))
             num_pending += len(digests)
-            while num_pending > QUEUED_PIECES_PER_THREAD * threads:
+            while num_pending > QUEUED_PIECES_PER_THREAD * num_threads:
                 num_pending -= add_tensor(*pending_digests.popleft())
         for header, digests in pending_digests:
             add_tensor(header, digests)
@@ -116,15 +116,15 @@ def _header(name: str, tensor: AnyTensor) -> bytes:
 
 
 def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
-    """Split a tensor's bytes into views of PIECE_BYTES; yields each with its offset. The last one may be shorter."""
+    """Split a tensor's bytes into views of HASH_PIECE_BYTES; yields each with its offset. The last may be shorter."""
     flat: torch.Tensor | Array
     if isinstance(tensor, np.ndarray):
         flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        return ((start, flat[start : start + PIECE_BYTES]) for start in range(0, len(flat), PIECE_BYTES))
+        return ((start, flat[start : start + HASH_PIECE_BYTES]) for start in range(0, len(flat), HASH_PIECE_BYTES))
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return ((start, flat[start : start + PIECE_BYTES]) for start in range(0, len(flat), PIECE_BYTES))
+    return ((start, flat[start : start + HASH_PIECE_BYTES]) for start in range(0, len(flat), HASH_PIECE_BYTES))
 
 
 def _data(piece: torch.Tensor | Array) -> memoryview:

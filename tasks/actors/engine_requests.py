@@ -39,11 +39,11 @@ def build_request(
         tokens=tuple(t.context.tolist()) if t.branches else (*prompt, *response),
         max_new_tokens=min(
             max_new_tokens - len(response),
-            min(settings.max_turn_tokens, max_turn_tokens or settings.max_turn_tokens) - t.num_turn_tokens,
+            min(settings.max_turn_tokens, max_turn_tokens or settings.max_turn_tokens) - t.num_current_turn_tokens,
         ),
         num_response_tokens=len(response),
         prompt=prompt if t.branches else None,
-        num_turn_tokens=t.num_turn_tokens,
+        num_current_turn_tokens=t.num_current_turn_tokens,
         stop=stop,
         greedy=evaluation_item is not None and evaluation_item.greedy,
         temperature=None if config is None else config.temperature or None,

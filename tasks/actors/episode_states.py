@@ -46,11 +46,11 @@ def recorded_score(in_flight: InFlightState, trajectory: TrajectoryId) -> Scored
 def newest_turn(t: Trajectory, text: str) -> SampledTurn:
     """Return the newest turn of a trajectory for an agent: exactly the tokens and logprobs that will be stored."""
     context = tuple(t.context.tolist())
-    turn_start = len(context) - t.num_turn_tokens
+    turn_start = len(context) - t.num_current_turn_tokens
     return SampledTurn(
         prompt_tokens=context[:turn_start],
         tokens=context[turn_start:],
-        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_turn_tokens :].tolist()),
+        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_current_turn_tokens :].tolist()),
         text=text,
         truncated=t.finish is FinishReason.LENGTH,
     )

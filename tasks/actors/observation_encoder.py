@@ -84,7 +84,7 @@ class ObservationEncoder:
     def _bridge(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
-        turn_start = len(context) - t.num_turn_tokens
+        turn_start = len(context) - t.num_current_turn_tokens
         with raised_as(ConfigError, f"turn {len(t.turns)}", ConfigError):
             return self._prompts.bridge_tokens(context[:turn_start], context[turn_start:], messages, t.source)
 
@@ -113,7 +113,7 @@ def observation_entry(
         attempt=attempt,
         max_turn_tokens=params.max_tokens,
         parent_end=observation_tokens.parent_end,
-        next_turn_auxiliary=params.auxiliary,
+        is_next_turn_auxiliary=params.auxiliary,
         stop=params.stop,
     )
 

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed, raised_as
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
-from staleflow.stores.weights.weight_folder import PIECE_BYTES, PartialFile, Piece, WeightFolder, remove_unused_folders
+from staleflow.stores.weights.weight_folder import (
+    TRANSFER_PIECE_BYTES,
+    PartialFile,
+    Piece,
+    WeightFolder,
+    remove_unused_folders,
+)
 from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.engines.base import LoadResult
@@ -63,7 +69,7 @@ class SourceFailed(Exception):
 class ParameterServer:
     """The parameter server's Dask actor. All methods are idempotent."""
 
-    def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, folder: str, call_s: float, piece_bytes: int = TRANSFER_PIECE_BYTES) -> None:
         """call_s: seconds without data from any source after which a fetch fails."""
         self._folder = WeightFolder(Path(folder))  # first, to keep the versions of a lost server that this one replaces
         remove_unused_folders(Path(folder).parent)
@@ -169,7 +175,7 @@ class ParameterServer:
         call_s seconds."""
         failures: dict[str, str] = {}
         bytes_arrived, arrived_s = 0, _now()
-        while partial_file.missing:
+        while partial_file.missing_pieces:
             for source in sources:
                 try:
                     return await self._fetch_from(source, version, partial_file)
@@ -186,7 +192,7 @@ class ParameterServer:
 
     async def _fetch_from(self, source: WeightSource, version: PolicyVersion, partial_file: PartialFile) -> None:
         """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""
-        pieces = iter(list(partial_file.missing.values()))
+        pieces = iter(list(partial_file.missing_pieces.values()))
 
         async def fetch_pieces() -> None:
             for piece in pieces:

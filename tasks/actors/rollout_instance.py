@@ -357,7 +357,7 @@ def _non_finite_error(sampled: SampledTokens) -> str:
     """Return an error text for the first token whose logprob is infinite or NaN; empty if there is none."""
     start = sampled.start
     for segment in sampled.segments:
-        if (index := segment.num_finite) < len(segment.tokens):
+        if (index := segment.finite_prefix_length) < len(segment.tokens):
             return (
                 f"token {start + index} of the response has a logprob of {segment.logprobs[index]} under version "
                 f"{segment.version} on {segment.instance}; every sampled token needs a finite one"

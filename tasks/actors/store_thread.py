@@ -125,7 +125,7 @@ class AsyncSpool:
 
         def prune() -> None:
             self._spool.mark_stored(step, groups)
-            self._spool.rotate(min(resume_points.latest(), default=first_version))
+            self._spool.rotate(min(resume_points.latest_versions(), default=first_version))
 
         await self._run(prune)
 

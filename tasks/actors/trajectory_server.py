@@ -28,7 +28,7 @@ from staleflow.stores.in_flight import spool_entries
 from staleflow.stores.in_flight.in_flight_state import InFlightState, NewGroup
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import EMPTY_LEDGER, CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
@@ -352,7 +352,7 @@ class TrajectoryServer:
         for trajectory, tokens, route_number in episodes:
             entry = spool_entries.EpisodeRestarted(
                 trajectory=trajectory,
-                tokens=tokens,
+                num_tokens=tokens,
                 route_number=route_number,
                 attempt=self._in_flight.attempt(trajectory),
             )
@@ -395,7 +395,7 @@ class TrajectoryServer:
         for item in scored:
             entry = spool_entries.RewardDelivered(
                 trajectory=item.trajectory,
-                tokens=item.num_tokens,
+                num_tokens=item.num_tokens,
                 reward=item.score.reward,
                 parts=item.score.parts,
                 error=item.score.error,
@@ -426,9 +426,9 @@ class TrajectoryServer:
     async def record_teacher_logprobs(self, items: list[server_messages.TeacherLogprobs]) -> None:
         """Record the logprobs of live trajectories that have their reward and no teacher's logprobs yet."""
         entries = [
-            spool_entries.TeacherDelivered(
+            spool_entries.TeacherLogprobsDelivered(
                 trajectory=item.trajectory,
-                tokens=len(item.logprobs),
+                num_tokens=len(item.logprobs),
                 logprobs=item.logprobs,
                 attempt=self._in_flight.attempt(item.trajectory),
             )

@@ -30,7 +30,7 @@ class Request:
     """Number of tokens that its response has so far, sampled on this or another instance or given by environments."""
     prompt: tuple[int, ...] | None = None
     """Prompt of its trajectory, if `tokens` is not the prompt followed by sampled tokens, as in a context branch."""
-    num_turn_tokens: int = 0
+    num_current_turn_tokens: int = 0
     """Number of the last `tokens` that belong to the current turn, in whose text stop strings are searched."""
     stop: StopCriteria = NO_STOP
     """Stop strings and tokens that end the turn, besides those that end a response. The token that completes one is the

@@ -304,5 +304,5 @@ class StopCheckMaker:
             return None
         self.load_tokenizer_for([request])
         assert self._detokenizer is not None
-        turn_tokens = request.tokens[len(request.tokens) - request.num_turn_tokens :]
+        turn_tokens = request.tokens[len(request.tokens) - request.num_current_turn_tokens :]
         return StopCheck(self._detokenizer, request.stop.strings, turn_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from staleflow.stores.errors import with_type
+from staleflow.stores.errors import type_and_message
 from staleflow.stores.printable import printable
 from staleflow.tasks.rendering.reward_values import InvalidReward, parse_reward
 from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
@@ -156,7 +156,7 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
 
 def error_line(error: BaseException) -> str:
     """Format an environment's error as one line of text."""
-    return printable(with_type(error), MAX_ERROR_CHARS)
+    return printable(type_and_message(error), MAX_ERROR_CHARS)
 
 
 def error_with_location(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.user_code import error_text
 
@@ -116,7 +116,7 @@ def load_tokenizer(model: str, key: str = "model.path") -> Any:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # the libraries raise errors of many kinds for a file of another form
         is_described = isinstance(error, OSError | ValueError) and str(error).strip()
-        reason = str(error).strip().splitlines()[0] if is_described else with_type(error)
+        reason = str(error).strip().splitlines()[0] if is_described else type_and_message(error)
         raise ConfigError(f"{key} = {model!r}: its tokenizer cannot be loaded: {reason}") from error
 
 

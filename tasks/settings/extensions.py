@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -39,7 +39,7 @@ def load(group: str, name: str) -> Any:
         f"{group}: {name!r} of the package {package_of(entry_point)} cannot be loaded",
         "update or uninstall that package",
     )
-    with raised_as(ConfigError, problem, Exception, SystemExit, remedy=remedy, describe=with_type):
+    with raised_as(ConfigError, problem, Exception, SystemExit, remedy=remedy, describe=type_and_message):
         return entry_point.load()
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from staleflow.stores.errors import ConfigError, with_type
+from staleflow.stores.errors import ConfigError, type_and_message
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.knobs import (
     METADATA,
@@ -184,7 +184,7 @@ class Registry(Generic[T]):
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{label}: cannot be constructed: {with_type(error)}") from error
+            raise ConfigError(f"{label}: cannot be constructed: {type_and_message(error)}") from error
         if missing_names := self.missing_members(result):
             raise ConfigError(f"{label}: it lacks {', '.join(missing_names)}; docs/extending.md has an example")
         return result

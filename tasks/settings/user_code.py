@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from staleflow.stores.errors import ConfigError, with_type
+from staleflow.stores.errors import ConfigError, type_and_message
 
 MODULE_PREFIX = "staleflow_user_"
 """Prefix of the module names of user code."""
@@ -39,7 +39,7 @@ def load(reference: str, key: str, kind: str = "function") -> Any:
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {error_text(error)}") from error
     except (Exception, SystemExit) as error:  # user code
-        raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {with_type(error)}") from error
+        raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {type_and_message(error)}") from error
     loaded = getattr(module, name, None)
     if not callable(loaded) or (kind == "class" and not isinstance(loaded, type)):
         defined = [n for n, value in vars(module).items() if _is_defined_in(value, module)]

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.stores.files import replace_text
 from staleflow.tasks.rendering.task_source import Record, prompt_of
 
@@ -87,7 +87,7 @@ class Judge:
     def __call__(self, answer: str, record: Record) -> tuple[float, dict[str, float]]:
         """Return the reward of a response, from 0 to 1, and its score as the part `score`. Raises JudgeError."""
         problem, errors = "the judge's question cannot be filled in", (KeyError, IndexError, ValueError)
-        with raised_as(JudgeError, problem, *errors, describe=with_type):
+        with raised_as(JudgeError, problem, *errors, describe=type_and_message):
             prompt = prompt_of(record.get("prompt", " "))
             text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
             question = self._question.format(**{**record, "prompt": text, "response": answer})

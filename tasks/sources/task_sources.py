@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_source import EnvironmentSource
 from staleflow.tasks.rendering.reward_values import WeightedSum
@@ -53,13 +53,13 @@ class UserSource:
         self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_overlapping = 0
         make = user_code.load(reference, key)
-        with raised_as(ConfigError, f"{self._label}: cannot be created", Exception, describe=with_type):
+        with raised_as(ConfigError, f"{self._label}: cannot be created", Exception, describe=type_and_message):
             self._user_object = make(dict(options), seed)
             self.score = self._user_object.score
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        with DRAW_LOCK, raised_as(ConfigError, f"{self._label}: record {index}", Exception, describe=with_type):
+        with DRAW_LOCK, raised_as(ConfigError, f"{self._label}: record {index}", Exception, describe=type_and_message):
             record = self._user_object.record(index, held_out)
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise ConfigError(f"{self._label}: record {index} must be a dict with a `prompt`, not {record!r}")

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.stores.reward_statistics import has_signal
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 from staleflow.tasks.settings.user_code import load
@@ -79,7 +79,7 @@ class UserAdvantage(UserCode, Advantage):
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
         function = self.code or load(self.name, ADVANTAGES.key)
         setting = f"{ADVANTAGES.key} = {self.name!r}"
-        with raised_as(ConfigError, f"{setting} raised", Exception, SystemExit, describe=with_type):
+        with raised_as(ConfigError, f"{setting} raised", Exception, SystemExit, describe=type_and_message):
             estimates = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
         if estimates.shape != rewards.shape or not np.isfinite(estimates[valid]).all():
             mistake = f"shape {estimates.shape}" if estimates.shape != rewards.shape else "a number that is not finite"

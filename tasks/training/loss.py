@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from staleflow.stores.errors import ConfigError, raised_as, with_type
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 
@@ -124,7 +124,7 @@ class UserLoss(UserCode, Loss):
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
         takes_all = len(inspect.signature(self.code.token_loss).parameters) == 1
         method, expected_shape = f"{LOSSES.key} = {self.name!r}: token_loss", tuple(tokens.logprobs.shape)
-        with raised_as(ConfigError, f"{method} raised", Exception, SystemExit, describe=with_type):
+        with raised_as(ConfigError, f"{method} raised", Exception, SystemExit, describe=type_and_message):
             result = self.code.token_loss(*([tokens] if takes_all else parts))
         for part in ("loss", "clipped"):
             shape = tuple(getattr(getattr(result, part, None), "shape", ()))

@@ -22,7 +22,7 @@ from staleflow.pipeline.stored_runs.pool import open_pool
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """A Dask client of a cluster with one worker process."""
-    with open_pool(None, 1, model=True) as pool:
+    with open_pool(None, 1, for_models=True) as pool:
         yield pool.client
 
 

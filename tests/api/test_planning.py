@@ -37,7 +37,7 @@ def test_a_planned_run_compares_its_forecast_and_keeps_it_when_it_is_resumed(tmp
     assert list(result.measured) == list(QUANTITY_UNITS)
     assert result.measured["total_tokens"] == sum(step.metrics["response_tokens"] for step in run.steps())
     assert result.bottleneck
-    notes = RunApi(RunReader(run.path)).run("main")["notes"]
+    notes = RunApi(RunReader(run.path)).overview("main")["notes"]
     assert "; ".join(result.lines) in notes
     audit = command("store", "audit", run.path)
     assert audit.returncode == 0

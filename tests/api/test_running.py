@@ -72,7 +72,7 @@ def test_rows_and_a_local_reward_function_train_a_model(job: Path, capsys: pytes
     kept = result.run.job
     assert kept.reward.function == f"{code}:reward"
     assert kept.task.source == f"jsonl:{result.run_dir}/rows.jsonl"
-    assert result.run.audit().clean
+    assert result.run.audit().is_clean
     assert "steps 3" in str(result)
     assert "<table>" in result._repr_html_()
 
@@ -169,7 +169,7 @@ def test_of_two_parallel_runs_one_has_a_local_routing_rule_and_a_failing_tracker
     )
     results = [handle.result() for handle in (local, staleflow.start(emulated(tmp_path), overrides=["name=two"]))]
     assert [result.summary["steps"] for result in results] == [4, 4]
-    assert all(result.run.audit().clean for result in results)
+    assert all(result.run.audit().is_clean for result in results)
     rule = results[0].run.job.rollout.routing
     assert rule.name == f"{results[0].run_dir}/code/routing_LastInstance.py:LastInstance"
     assert results[0].run.replay().difference == ""

@@ -101,7 +101,7 @@ def test_step_zero_excludes_trajectories_dropped_in_it(run: staleflow.Run) -> No
 
 def test_the_batch_of_a_step_has_its_recorded_fingerprint(run: staleflow.Run, run_copy: staleflow.Run) -> None:
     batch = run.batch(1)
-    assert batch.intact
+    assert batch.is_intact
     assert [t.id for t in batch.trajectories] == [4, 5]
     rows = list(VersionedStore.open(run.path / "store").trajectories(step=1))
     assert batch.fingerprint == batch_fingerprint((row.trajectory, row.advantage) for row in rows)
@@ -221,12 +221,12 @@ def test_a_corrupt_trajectory_raises_an_error_with_a_remedy(tmp_path: Path) -> N
         next(run.trajectories(texts=False))
     assert len(run.steps()) == 1, "steps are read without them"
     report = run.audit()
-    assert (report.clean, report.as_dict()["num_steps"]) == (False, None)
+    assert (report.is_clean, report.as_dict()["num_steps"]) == (False, None)
 
 
 def test_audit_covers_the_stored_steps(run: staleflow.Run, run_copy: staleflow.Run) -> None:
     report = run.audit(full=True)
-    assert (report.clean, report.num_steps, report.max_staleness) == (True, 3, 1)
+    assert (report.is_clean, report.num_steps, report.max_staleness) == (True, 3, 1)
     assert report.checks[-1] == "history"
     assert run.at_step(1).audit().num_steps == 2
     assert run.drop_bias().consumed.trajectories == 6
@@ -256,7 +256,7 @@ def test_a_run_in_a_bucket_is_opened_by_its_url(
             opened = staleflow.open_run(source)
             assert (opened.url, opened.source, opened.name, opened.live) == (url, str(source), "page", False)
             assert [t.response for t in opened.trajectories("reward > 0")] == ["1"]
-            assert opened.audit().clean
+            assert opened.audit().is_clean
             assert RunReader(opened.path).state() == "interrupted", "the page reads it, too"
         with pytest.raises(staleflow.ConfigError, match=r"a bucket has only the store; name the run's folder"):
             staleflow.open_run(url).replay()

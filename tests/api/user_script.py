@@ -33,7 +33,7 @@ def read(run: staleflow.Run) -> float:
     ledger: staleflow.LedgerState = last.ledger
     batch: staleflow.ConsumedBatch = run.batch(last.step)
     evaluations: list[staleflow.Evaluation] = run.evaluations()
-    total = float(len(commits) + ledger.num_live + batch.intact) + sum(e.sampled or 0.0 for e in evaluations)
+    total = float(len(commits) + ledger.num_live + batch.is_intact) + sum(e.sampled or 0.0 for e in evaluations)
     for trajectory in run.trajectories("reward > 0", step=last.step, texts=False):
         total += trajectory.reward + float(trajectory.logprobs.sum())
     one: staleflow.StoredTrajectory = run.trajectory(3)
@@ -55,7 +55,7 @@ def prove(run: staleflow.Run, client: Client) -> bool:
     assert comparison is None or comparison.forecast.ranges["step_s"].high > 0
     replay: staleflow.ReplayResult = run.replay(3)
     repeated: staleflow.Verification = run.verify(steps=2, seed=1, client=client)
-    return repeated.verified and report.clean and not bias.lines and not replay.difference
+    return repeated.is_verified and report.is_clean and not bias.lines and not replay.difference
 
 
 def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], None]) -> float:

@@ -17,7 +17,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.coordination import decision_log, forecast
 from staleflow.pipeline.coordination.events import DecodeStats, InstanceLost, InstanceReported, PullFinished
 from staleflow.pipeline.weights.weight_transfers import WeightTransfers
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectory import (
     AbortReason,

@@ -16,7 +16,7 @@ from staleflow.pipeline.strategies.filtering import DropNoSignal, KeepAll
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Ending, EntryState
+from staleflow.stores.staleness.ledger_groups import Ending, GroupState
 from staleflow.stores.trajectories.records import LedgerState, SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, outcome_key
 
@@ -46,14 +46,14 @@ class RandomLedgerRun:
         for group, entry in list(ledger.live_groups.items()):
             if group not in ledger.live_groups:  # dropped in the meantime
                 continue
-            for member in sorted(entry.waiting):
+            for member in sorted(entry.unfinished):
                 version = PolicyVersion(max(0, ledger.version - rng.randint(0, 2)))
-                if member not in entry.routed and rng.random() < 0.5 and ledger.can_reserve(group, version):
+                if member not in entry.member_versions and rng.random() < 0.5 and ledger.can_reserve(group, version):
                     ledger.reserve(group, member, version)
                     self.versions[member] = version
             if rng.random() < 0.5:
                 continue
-            for member in sorted(entry.waiting & entry.routed.keys()):
+            for member in sorted(entry.unfinished & entry.member_versions.keys()):
                 if len(entry.completed) < ledger.group_size and rng.random() < 0.7:
                     self.done.append(member)
                     if ledger.complete(group, member):
@@ -61,7 +61,7 @@ class RandomLedgerRun:
                         break
             if rng.random() < 0.02 and group in ledger.live_groups:
                 self.end(ledger.abort(group, AbortReason.ENGINE_FAILED))
-        if ledger.next_step == ledger.version and ledger.ready():
+        if ledger.next_step == ledger.version and ledger.is_batch_ready():
             consumption = ledger.consume(ledger.next_step)
             self.ended |= set(consumption.members)
             self.end(consumption.surplus)
@@ -186,7 +186,7 @@ def test_members_of_another_group_are_rejected() -> None:
             ledger.start(GroupId(0), [TrajectoryId(i) for i in members])
     assert ledger.num_started == 0
     assert ledger.start(GroupId(0), [TrajectoryId(2), TrajectoryId(0)]) == (2, 0)
-    assert ledger.live_groups[GroupId(0)].state is EntryState.QUEUED
+    assert ledger.live_groups[GroupId(0)].state is GroupState.QUEUED
     assert ledger.num_live == 2
 
 

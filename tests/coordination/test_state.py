@@ -107,7 +107,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
         lambda s: s.live_trajectories.update({TrajectoryId(77): dataclasses.replace(live(s, 6), id=TrajectoryId(77))}),
         "differ about",
     ),
-    "ledger loses a member": (lambda s: s.ledger.live_groups[GroupId(2)].waiting.clear(), "live"),
+    "ledger loses a member": (lambda s: s.ledger.live_groups[GroupId(2)].unfinished.clear(), "live"),
     "phase changed": (lambda s: setattr(live(s, 0), "phase", Phase.SCORING), "0 is scoring but not listed"),
     "instance changed": (lambda s: setattr(live(s, 0), "instance", B), "0 is running but not listed"),
     "instance kept": (lambda s: setattr(live(s, 2), "instance", InstanceId("gone")), "2 is scoring on gone"),

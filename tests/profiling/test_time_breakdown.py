@@ -33,7 +33,7 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import compute_stats
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight, NewGroup
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from tests.support.simulated_store import stored_simulation

@@ -50,7 +50,7 @@ def test_a_group_shows_its_messages_with_roles_up_to_the_limit(run: StoredRun, m
     from staleflow.pipeline.run_page import api
 
     monkeypatch.setattr(api, "MAX_TEXT_CHARACTERS", 6)
-    monkeypatch.setattr(api, "EXCERPT", 6)
+    monkeypatch.setattr(api, "EXCERPT_CHARS", 6)
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
     assert [(p["role"], p["text"]) for p in group["members"][0]["messages"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "fo"),
@@ -60,11 +60,11 @@ def test_a_group_shows_its_messages_with_roles_up_to_the_limit(run: StoredRun, m
 
 def test_charts_and_columns_of_turns_are_shown_for_multi_turn_runs(run: StoredRun, tmp_path: Path) -> None:
     page = Page(run.run_dir)
-    shown = page.ask("run")
+    shown = page.ask("overview")
     assert shown["many_turns"] and {"turns", "tools"} <= {chart["title"] for chart in shown["charts"]}
     assert page.ask("steps")["lines"]["tool_s"] == [1.25]
     assert page.ask("trajectories", where="turns > 1 and tool_s > 2")["columns"]["trajectory"] == [0]
     single = StoredRun(tmp_path / "other")
     single.train([("2+2", [Response(text="4"), Response(text="5")])], given_tokens=0.0, turns_mean=1.0, turns_max=1.0)
-    shown = Page(single.run_dir).ask("run")
+    shown = Page(single.run_dir).ask("overview")
     assert not shown["many_turns"] and "turns" not in {chart["title"] for chart in shown["charts"]}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.run_page.journal_index import JournalIndex, StepFunction
+from staleflow.pipeline.run_page.journal_index import JournalIndex, ValueOverTime
 
 Entry = tuple[float, dict[str, Any], list[dict[str, Any]]]
 """Time, event and commands."""
@@ -269,7 +269,7 @@ def test_responses_of_a_finished_evaluation_are_in_no_phase() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 9)), max_size=20), st.integers(1, 9))
 def test_step_function_means_match_fine_sampling(changes: list[tuple[float, int]], bins: int) -> None:
-    function = StepFunction()
+    function = ValueOverTime()
     for at, value in sorted(changes):
         function.set(at, value)
     edges = np.linspace(0, 11, bins + 1)

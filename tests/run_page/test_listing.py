@@ -37,7 +37,7 @@ def columns(count: int = 200) -> dict[str, Any]:
 def test_all_pages_together_are_the_list_in_order(sort: str) -> None:
     table = columns()
     where = "response_tokens > 20"
-    pages = [listing.trajectories(table, where, sort, page) for page in range(1, 5)]
+    pages = [listing.trajectory_page(table, where, sort, page) for page in range(1, 5)]
     at = np.concatenate([page.items for page in pages[: pages[0].num_pages]])
     assert sorted(at) == np.flatnonzero(table["response_tokens"] > 20).tolist()
     assert pages[0].total == len(at)
@@ -49,9 +49,9 @@ def test_all_pages_together_are_the_list_in_order(sort: str) -> None:
 
 @pytest.mark.parametrize("page", [-5, 0, 1, 99])
 def test_a_page_number_out_of_range_gives_the_nearest_page(page: int) -> None:
-    trajectories = listing.trajectories(columns(60), "", "step", page)
+    trajectories = listing.trajectory_page(columns(60), "", "step", page)
     assert (trajectories.page, trajectories.num_pages) == ((1, 2) if page < 2 else (2, 2))
-    nothing = listing.trajectories(columns(60), "reward > 9", "step", page)
+    nothing = listing.trajectory_page(columns(60), "reward > 9", "step", page)
     assert (nothing.page, nothing.num_pages, nothing.total, len(nothing.items)) == (1, 1, 0, 0)
 
 
@@ -60,7 +60,7 @@ def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
     table = columns()
     table["loss_mask"][np.isnan(table["reward"])] = 0  # their rewards failed
     table["reward"] = np.nan_to_num(table["reward"])
-    pages = [listing.groups_of_step(table, 2, "", order, page) for page in (1, 2)]
+    pages = [listing.group_page(table, 2, "", order, page) for page in (1, 2)]
     groups = np.concatenate([page.items for page in pages])
     assert sorted(groups) == list(range(20, 30))
 
@@ -81,16 +81,16 @@ def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
 
 def test_a_filter_keeps_groups_with_a_matching_member() -> None:
     table = columns()
-    result = listing.groups_of_step(table, 1, "response_tokens > 80", "trained", 1)
+    result = listing.group_page(table, 1, "response_tokens > 80", "trained", 1)
     some = (table["step"] == 1) & (table["fate"] == "consumed") & (table["response_tokens"] > 80)
     assert result.items.tolist() == sorted(set(table["group"][some].tolist()))
     with pytest.raises(ConfigError, match="groups cannot be ordered by 'size'"):
-        listing.groups_of_step(table, 1, "", "size", 1)
+        listing.group_page(table, 1, "", "size", 1)
 
 
 def test_trained_members_come_first() -> None:
     table = columns()
-    placed = listing.members(table, np.asarray([7, 3]))
+    placed = listing.positions_by_group(table, np.asarray([7, 3]))
     assert list(placed) == [7, 3]
     for group, at in placed.items():
         assert sorted(at) == np.flatnonzero(table["group"] == group).tolist()
@@ -101,19 +101,19 @@ def test_trained_members_come_first() -> None:
 def test_a_distribution_counts_every_selected_value_once() -> None:
     table = columns()
     for name in ("response_tokens", "reward", "step"):
-        result = listing.distribution(table, "response_tokens > 20", name)
+        result = listing.histograms_by_fate(table, "response_tokens > 20", name)
         chosen = (table["response_tokens"] > 20) & np.isfinite(table[name])
         if name == "reward":
             chosen &= table["fate"] == "consumed"
         assert sum(map(sum, result["fates"].values())) == chosen.sum()
-    assert listing.distribution(table, "reward > 9", "reward")["fates"] == {}
-    whole = listing.distribution(table, "", "step")
+    assert listing.histograms_by_fate(table, "reward > 9", "reward")["fates"] == {}
+    whole = listing.histograms_by_fate(table, "", "step")
     assert whole["edges"] == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
 
 
 def test_statistics_are_grouped_by_fate() -> None:
     table = columns()
-    rows = listing.by_fate(table, "response_tokens > 20")
+    rows = listing.statistics_by_outcome(table, "response_tokens > 20")
     assert [(row["fate"], row["reason"]) for row in rows] == [
         ("consumed", "none"), ("aborted", "engine_failed"), ("aborted", "surplus_member"),
     ]  # fmt: skip
@@ -123,12 +123,12 @@ def test_statistics_are_grouped_by_fate() -> None:
     assert rows[0]["reward"] == pytest.approx(np.nanmean(table["reward"][at]))
     assert rows[0]["truncated"] == pytest.approx((table["finish"][at] == "length").mean())
     failed = {**table, "loss_mask": table["loss_mask"] * (table["reward"] > 0)}
-    assert listing.by_fate(failed, "response_tokens > 20")[0]["reward"] == pytest.approx(
+    assert listing.statistics_by_outcome(failed, "response_tokens > 20")[0]["reward"] == pytest.approx(
         np.nanmean(table["reward"][at & (table["reward"] > 0)])
     ), "rewards that failed are none"
     assert 0.0 not in failed["reward"][has_reward(failed)]
     assert rows[1]["reward"] is None, "unscored trajectories have no reward of 0"
-    assert listing.by_fate(table, "reward > 9") == []
+    assert listing.statistics_by_outcome(table, "reward > 9") == []
 
 
 def test_the_mean_of_a_step_is_over_its_trained_trajectories() -> None:
@@ -155,7 +155,7 @@ RECORDS = [
 
 
 def test_series_have_a_value_per_step_and_none_for_nan() -> None:
-    result = charts.series(RECORDS, 0)
+    result = charts.chart_values(RECORDS, 0)
     assert result["step"] == [0, 1, 2]
     assert result["lines"]["reward"] == [0.5, 0.25, None]
     assert result["lines"]["loss"] == [None, 1.0, 2.0]
@@ -165,7 +165,7 @@ def test_series_have_a_value_per_step_and_none_for_nan() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
 def test_later_steps_have_the_same_values_as_in_the_whole_series(first: int) -> None:
-    whole, part = charts.series(RECORDS, 0), charts.series(RECORDS, first)
+    whole, part = charts.chart_values(RECORDS, 0), charts.chart_values(RECORDS, first)
     assert part["step"] == whole["step"][first:]
     for name in part["lines"]:
         assert part["lines"][name] == whole["lines"][name][first:]
@@ -181,10 +181,10 @@ def test_charts_of_turns_are_drawn_for_multi_turn_runs() -> None:
 def test_charts_of_several_tasks_have_a_line_for_each() -> None:
     assert [c.title for c in charts.charts(RECORDS, ["a"])][1:3] == ["reward by task", "trained groups by task"]
     (chart,) = [c for c in charts.charts(RECORDS, ["sums", "letters"]) if c.title == "reward by task"]
-    assert [line["label"] for line in chart.plain()["lines"]] == ["sums", "letters"]
-    assert [c.plain()["unit"] for c in charts.charts(RECORDS, ["a"])[1:3]] == ["", "share"]
+    assert [line["label"] for line in chart.page_values()["lines"]] == ["sums", "letters"]
+    assert [c.page_values()["unit"] for c in charts.charts(RECORDS, ["a"])[1:3]] == ["", "share"]
     values: dict[str, Any] = {"task/sums/reward": 0.5, "task/letters/trained_share": 0.25}
-    lines = charts.series([record(0, {}, **values)], 0)["lines"]
+    lines = charts.chart_values([record(0, {}, **values)], 0)["lines"]
     assert {name: lines[name] for name in values} == {name: [value] for name, value in values.items()}
 
 

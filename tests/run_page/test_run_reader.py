@@ -111,7 +111,7 @@ def test_a_run_whose_last_steps_were_undone_is_read_again(tmp_path: Path) -> Non
     assert page.ask("steps")["step"] == [0, 1, 2]
     VersionedStore.rewind(run.run_dir / "store", 1)
     assert page.ask("steps")["step"] == [0]
-    undone = page.ask("run")["branches"]
+    undone = page.ask("overview")["branches"]
     assert len(undone) == 2
     assert page.ask("steps", branch=undone[1])["step"] == [0, 1, 2]
 
@@ -121,20 +121,20 @@ def test_a_run_before_its_first_step_is_shown_as_starting(tmp_path: Path) -> Non
     (run.run_dir / "store").rename(run.run_dir / "elsewhere")
     (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     page = Page(run.run_dir)
-    shown = page.ask("run")
+    shown = page.ask("overview")
     assert (shown["state"], shown["num_steps"], shown["snapshot"]) == ("starting", 0, "")
     assert "nothing is stored yet" in page.get("/api/steps").json["error"]
     (run.run_dir / "elsewhere").rename(run.run_dir / "store")
-    assert page.ask("run")["state"] == "running"
+    assert page.ask("overview")["state"] == "running"
     run.end()
-    assert page.ask("run")["state"] == "finished"
+    assert page.ask("overview")["state"] == "finished"
 
 
 def test_weight_checks_are_counted_while_a_run_is_in_progress(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     page = Page(run.run_dir)
-    assert page.ask("run")["notes"] == []
+    assert page.ask("overview")["notes"] == []
     (record,) = run.store.commits()
     checks = [
         WeightCheck(
@@ -145,12 +145,12 @@ def test_weight_checks_are_counted_while_a_run_is_in_progress(tmp_path: Path) ->
     ]  # fmt: skip
     run.store.commit(replace(record, kind="refusal", weight_checks=tuple(checks)), [])
     counts = "weights of instances: 2 pulls verified, 0 not verified, 1 contradicted"
-    assert page.ask("run")["state"] == "running"
-    assert page.ask("run")["notes"][0] == counts
+    assert page.ask("overview")["state"] == "running"
+    assert page.ask("overview")["notes"][0] == counts
     run.end()
-    assert page.ask("run")["notes"][0] == counts  # its summary is not written yet
+    assert page.ask("overview")["notes"][0] == counts  # its summary is not written yet
     (run.run_dir / "summary.json").write_text(json.dumps({"weights": {"lines": ["those of the summary"]}}))
-    assert page.ask("run")["notes"] == ["those of the summary"]
+    assert page.ask("overview")["notes"] == ["those of the summary"]
 
 
 def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
@@ -198,11 +198,11 @@ def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
 def test_a_job_changed_by_a_resume_is_shown_with_its_new_values(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     page = Page(run.run_dir)
-    assert page.ask("run")["steps"] == 1
+    assert page.ask("overview")["steps"] == 1
     job = run.run_dir / "config.toml"
     job.write_text(job.read_text().replace("steps = 1\n", "steps = 70\n"))
     os.utime(job, ns=(1, 1))
-    assert page.ask("run")["steps"] == 70
+    assert page.ask("overview")["steps"] == 70
 
 
 def test_a_corrupt_trajectory_is_marked_and_others_are_shown(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def test_every_script_is_preloaded(page: Page) -> None:
 
 def test_only_host_names_of_this_machine_are_served(page: Page) -> None:
     for host in ("127.0.0.1:1", "localhost:8799", "LOCALHOST", "[::1]:80", "box", "192.168.1.4:9"):
-        assert page.get("/api/run", host=host).status == 200, host
+        assert page.get("/api/overview", host=host).status == 200, host
     for host in ("evil.example", "evil.example:8799", "127.0.0.1.evil.example", "localhost.evil.example", "", "[evil]"):
-        answer = page.get("/api/run", host=host)
+        answer = page.get("/api/overview", host=host)
         assert answer.status == 421, host
         assert b"--host" in answer.body
         assert b"page" not in answer.body
@@ -76,7 +76,7 @@ def test_only_host_names_of_this_machine_are_served(page: Page) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_only_get_and_head_are_allowed(page: Page, method: str) -> None:
-    assert page.get("/api/run", method=method).status == 405
+    assert page.get("/api/overview", method=method).status == 405
 
 
 def test_files_outside_the_static_folder_are_not_served(page: Page) -> None:
@@ -91,7 +91,7 @@ def test_files_outside_the_static_folder_are_not_served(page: Page) -> None:
 
 
 def test_the_run_api_has_name_state_and_steps(page: Page) -> None:
-    run = page.ask("run")
+    run = page.ask("overview")
     assert (run["name"], run["state"], run["num_steps"], run["steps"]) == ("page", "interrupted", 2, 3)
     assert run["eta"] == 1
     assert run["ended"] == {"consumed": 4}
@@ -102,10 +102,10 @@ def test_summary_notes_are_shown_and_an_unreadable_summary_is_ignored(run: Store
     page = Page(run.run_dir)
     summary = run.run_dir / "summary.json"
     summary.write_text('{"stopped": "", "losses": ["rollout-0: killed"], "notes": ["200 prompts are held out"]}')
-    assert page.ask("run")["notes"] == ["lost: rollout-0: killed", "200 prompts are held out"]
+    assert page.ask("overview")["notes"] == ["lost: rollout-0: killed", "200 prompts are held out"]
     for garbage in ("", "{", "[]", '{"losses": 3, "diagnosis": "x", "notes": null}', "\x00"):
         summary.write_text(garbage)
-        assert page.ask("run")["notes"] == []
+        assert page.ask("overview")["notes"] == []
 
 
 def test_the_summary_of_an_earlier_start_is_not_shown(run: StoredRun) -> None:
@@ -113,11 +113,11 @@ def test_the_summary_of_an_earlier_start_is_not_shown(run: StoredRun) -> None:
     starts = [{"version": 0, "end": "stopped: Ctrl-C"}, {"version": 1}]
     (run.run_dir / "summary.json").write_text(json.dumps({"stopped": "Ctrl-C", "starts": starts[:1]}))
     (run.run_dir / "starts.json").write_text(json.dumps(starts[:1]))
-    assert page.ask("run")["notes"] == ["stopped: Ctrl-C"]
+    assert page.ask("overview")["notes"] == ["stopped: Ctrl-C"]
     (run.run_dir / "starts.json").write_text(json.dumps(starts))
-    assert page.ask("run")["notes"] == []
+    assert page.ask("overview")["notes"] == []
     (run.run_dir / "summary.json").write_text(json.dumps({"notes": ["new"], "starts": starts}))
-    assert page.ask("run")["notes"] == ["new"]
+    assert page.ask("overview")["notes"] == ["new"]
 
 
 def test_steps_that_follow_undone_ones_ask_the_page_to_reload(run: StoredRun) -> None:
@@ -218,7 +218,7 @@ def test_two_branches_are_compared_and_a_group_is_shown_under_both(run: StoredRu
     derive_rewards(
         VersionedStore.open(run.run_dir / "store"), run.run_dir / "store", "better", new, {"reward": "mine.py:f"}
     )
-    assert page.ask("run")["branches"] == ["main", "better"]
+    assert page.ask("overview")["branches"] == ["main", "better"]
     result = page.ask("compare", first="main", second="better")
     assert (result["changed"], result["order_changed"], result["groups"]) == (2, [1], 2)
     assert result["by_step"] == {"step": [0, 1], "means": [[0.5, 0.75], [0.5, 0.5]]}
@@ -279,7 +279,7 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
     for _ in range(run.step + 1):
         longer.train([("p", [Response("a", 1.0), Response("b"), Response("c")])], loss=-0.5)
     page = Page(run.run_dir, longer.run_dir)
-    assert page.ask("run")["other"] == {
+    assert page.ask("overview")["other"] == {
         "name": str(longer.run_dir), "folder": str(longer.run_dir), "snapshot": longer.store.snapshot
     }, "of equal names"  # fmt: skip
     steps = page.ask("steps", run="other")
@@ -295,6 +295,6 @@ def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) 
 
 
 def test_without_a_second_run_its_steps_are_empty(page: Page) -> None:
-    assert page.ask("run")["other"] is None
+    assert page.ask("overview")["other"] is None
     assert page.ask("steps", run="other")["step"] == []
     assert page.ask("result_tables")["tables"] == []

@@ -41,7 +41,7 @@ def test_view_serves_until_it_is_interrupted(run: Path) -> None:
         line = process.stdout.readline().decode()
         assert line.startswith(f"{run}: http://127.0.0.1:"), process.stderr
         address = line.split()[1]
-        with urllib.request.urlopen(f"{address}api/run", timeout=60) as answer:
+        with urllib.request.urlopen(f"{address}api/overview", timeout=60) as answer:
             assert b'"name":"page"' in answer.read()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.scoring import ScoreQueue
-from staleflow.stores.auditing.weight_counts import WeightChecks
+from staleflow.stores.auditing.weight_counts import WeightCheckCounter
 from staleflow.stores.errors import ActorFailed, ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
@@ -143,7 +143,7 @@ def test_an_instance_with_wrong_weights_is_refused_before_its_next_token(body: B
     check_replaced(run, "rollout-0", "rollout-0 is out of service at version 2: ")
     segments = [s for row in run.store.trajectories() for s in row.trajectory.segments if s.instance == "rollout-0"]
     assert {s.version for s in segments} <= {0, 1}
-    checks = WeightChecks(run.records)
+    checks = WeightCheckCounter(run.records)
     counts = checks.counts()
     assert (counts.contradicted, counts.not_verified) == (1, 0)
     assert counts.verified >= 2 * 6
@@ -165,7 +165,7 @@ def test_weights_that_cannot_be_compared_are_reported_as_not_verified(body: Body
     run = body.checked_run(world=World(not_compared="fused in a way that is unknown here"))
     (note,) = (note for note in run.outcomes.notes if "not verified" in note)
     assert "fused in a way that is unknown here" in note
-    counts = WeightChecks(run.records).counts()
+    counts = WeightCheckCounter(run.records).counts()
     assert counts.verified == 0 and counts.not_verified > 0
     assert "NOT VERIFIED at any pull" in counts.lines[0]
 

@@ -56,7 +56,7 @@ def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str,
     )
     end = run(JOB, *small, *overrides)
     store = check(end.run_dir, STEPS)
-    assert verify_run(end.run_dir, steps=STEPS).verified
+    assert verify_run(end.run_dir, steps=STEPS).is_verified
     tokenizer, model = AutoTokenizer.from_pretrained(player), AutoModelForCausalLM.from_pretrained(player)
     rows = list(store.trajectories())
     consumed = [row for row in rows if row.fate is Fate.CONSUMED]

@@ -40,7 +40,7 @@ from staleflow.pipeline.runtime import driver, progress_watch
 from staleflow.pipeline.runtime.actors import CLOSE_S
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
-from staleflow.stores.metrics import with_rates
+from staleflow.stores.metrics import steps_with_tokens_per_s
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.parameter_server import FetchProgress
@@ -273,7 +273,7 @@ def test_steps_are_reported_in_order_after_their_commit(body: Body) -> None:
     commits = [c.at_s for c in run.workers.calls if c.method == "commit"]
     assert commits[2] - commits[1] > 2.5, "the third commit waits for the second"
     rates = [s["tokens_per_s"] for s in run.outcomes.steps]
-    assert rates == [s["tokens_per_s"] for s in with_rates(run.outcomes.steps)], "of each step alone"
+    assert rates == [s["tokens_per_s"] for s in steps_with_tokens_per_s(run.outcomes.steps)], "of each step alone"
 
 
 def test_only_versions_that_no_instance_uses_are_removed(body: Body) -> None:

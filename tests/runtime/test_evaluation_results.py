@@ -30,7 +30,7 @@ from staleflow.pipeline.runtime.evaluation_results import (
 )
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
-from staleflow.stores.metrics import with_rate
+from staleflow.stores.metrics import step_with_tokens_per_s
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
@@ -151,7 +151,7 @@ def test_an_evaluation_without_scores_is_reported_and_drawn(
         0.0,
     )  # fmt: skip
     fewer = Evaluation.summarize(0, [score(1)], [score(1)], {})
-    outcomes = RunReport(steps=[with_rate(step, None)], evaluations=[none, fewer], notes=["one"])
+    outcomes = RunReport(steps=[step_with_tokens_per_s(step, None)], evaluations=[none, fewer], notes=["one"])
     summary = json.loads(json.dumps(report.write_summary(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["logprob_mismatch"] == {"mean": None, "max": None}

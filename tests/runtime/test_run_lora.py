@@ -30,7 +30,7 @@ def check_attribution(job: Path, model: Path, *overrides: str) -> None:
     end = run(job, *ADAPTER, *overrides)
     store = check(end.run_dir, 5)
     assert not end.summary["alarms"]
-    assert verify_run(end.run_dir, steps=5).verified
+    assert verify_run(end.run_dir, steps=5).is_verified
     saved = {int(path.name.removeprefix("step-")): path for path in (end.run_dir / "checkpoints").iterdir()}
     models = {v: load_model(str(path), "float32", "cpu", "sdpa") for v, path in (saved | {0: model}).items()}
     probe = list(range(3, 12))

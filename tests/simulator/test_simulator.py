@@ -290,7 +290,7 @@ def test_a_very_long_step_is_no_deadlock_and_a_deadlock_raises_run_stuck() -> No
     slow = job(steps=2, simulation__train_s=5000.0, simulation__report_s=1.0)  # 50 times STUCK_TICKS
     assert run(slow).finished_s > 10_000
     stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
-    stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
+    stuck.coordinator.ledger.is_batch_ready = lambda: False  # type: ignore[method-assign]
     with pytest.raises(RunStuck, match="step 0 waits for"):
         stuck.run()
 

@@ -11,7 +11,7 @@ import dask
 import pytest
 
 from staleflow.pipeline.stored_runs import auditing
-from staleflow.pipeline.stored_runs.auditing import audit_within, make_plan
+from staleflow.pipeline.stored_runs.auditing import audit_within_memory, plan_processes
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command, error_line
@@ -22,7 +22,7 @@ from tests.stores.test_stores import edit, set_int, valid_store
 def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None:
     for memory in (300, 512, 1024, 4096):
         for workers in (1, 2, 8, 64):
-            num_workers, max_tokens = make_plan(memory, workers, 10**10)
+            num_workers, max_tokens = plan_processes(memory, workers, 10**10)
             processes = (
                 auditing.PROCESS_WITH_POOL_MIB + num_workers * auditing.WORKER_MIB
                 if num_workers
@@ -32,9 +32,9 @@ def test_the_memory_limit_is_divided_among_processes_and_has_a_minimum() -> None
             assert processes + reading <= memory
             assert num_workers <= workers
             assert max_tokens >= auditing.MIN_TOKENS
-    assert make_plan(4096, 8, 1000)[0] == 0, "a small store is read here"
+    assert plan_processes(4096, 8, 1000)[0] == 0, "a small store is read here"
     with pytest.raises(ConfigError, match=r"^memory limit of 100 MiB: an audit takes at least 216 MiB"):
-        make_plan(100, 2, 10)
+        plan_processes(100, 2, 10)
 
 
 def test_several_processes_find_the_findings_of_one(
@@ -43,12 +43,12 @@ def test_several_processes_find_the_findings_of_one(
     monkeypatch.setattr(auditing, "POOL_MIN_TOKENS", 0)
     path = tmp_path / "store"
     shutil.copytree(stored / "store", path)
-    assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
+    assert audit_within_memory(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
     edit(path, lambda root: set_int(root, 9, "v_traj", 3))
     edit(path, lambda root: set_int(root, 2, "step", 3))
-    report = audit_within(VersionedStore.open(path), 1024, 2)
+    report = audit_within_memory(VersionedStore.open(path), 1024, 2)
     assert report == plain_audit(VersionedStore.open(path))
-    assert not report.clean
+    assert not report.is_clean
 
 
 @pytest.mark.usefixtures("short_connect")
@@ -62,10 +62,10 @@ def test_a_scheduler_in_the_dask_configuration_is_not_used(stored: Path) -> None
 
 
 def test_weights_not_proved_by_any_instance_are_not_verified(stored: Path, tmp_path: Path) -> None:
-    assert audit_within(VersionedStore.open(stored / "store"), 1024, 2).weights.verified > 0
+    assert audit_within_memory(VersionedStore.open(stored / "store"), 1024, 2).weights.verified > 0
     assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", stored).stdout)
     without_pulls = valid_store(tmp_path / "store", num_steps=1)
-    assert audit_within(without_pulls, 1024, 2).weights.verified == 0
+    assert audit_within_memory(without_pulls, 1024, 2).weights.verified == 0
 
 
 @pytest.mark.parametrize("group", [-5, 2**42])

@@ -573,7 +573,9 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
         weights = repeated._opened.apply_to_weights(fingerprint)
     former = load_job(folder, file="config.1.toml")
     offline = training.make_plan(folder, tmp_path / "out")
-    offline = replace(offline, config=replace(former, steps=4, task=replace(former.task, eval_prompts=0)), exact=False)
+    offline = replace(
+        offline, config=replace(former, steps=4, task=replace(former.task, eval_prompts=0)), is_unchanged=False
+    )
     table = store.stored_columns()
     consumed = table["fate"] == FATES.index(Fate.CONSUMED)
     expected = unlearning.estimate_remaining_advantages(

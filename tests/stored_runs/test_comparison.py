@@ -16,8 +16,8 @@ from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.runtime.evaluation_figures import PromptRewards
 from staleflow.pipeline.stored_runs import reward_rescoring, run_facts
-from staleflow.pipeline.stored_runs.comparison import TRAINING, EvaluationFacts, RunFacts, compare
-from staleflow.pipeline.stored_runs.run_facts import read_facts
+from staleflow.pipeline.stored_runs.comparison import TRAINING_PROMPTS, EvaluationFacts, RunFacts, compare
+from staleflow.pipeline.stored_runs.run_facts import read_run_facts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import STEP_METRICS
 from staleflow.stores.reward_statistics import paired_difference
@@ -38,7 +38,12 @@ def evaluation_of(version: int, rewards: dict[str, float], function: str = "f") 
     prompts = {prompt: PromptRewards(sampled=(reward, reward), greedy=()) for prompt, reward in rewards.items()}
     mean = sum(rewards.values()) / len(rewards)
     return EvaluationFacts(
-        set="held-out", version=version, reward=mean, stderr=0.25, function=function, prompts=prompts
+        set="held-out",
+        version=version,
+        reward=mean,
+        stderr=0.25,
+        reward_fingerprint=function,
+        rewards_by_prompt=prompts,
     )
 
 
@@ -90,7 +95,7 @@ def test_held_out_prompts_are_compared_at_versions_that_both_runs_evaluated() ->
 
 
 def test_training_prompts_are_compared_by_row_if_the_data_are_the_same() -> None:
-    facts: dict[str, Any] = {"data": "rows", "reward": "f"}
+    facts: dict[str, Any] = {"data_fingerprint": "rows", "reward_fingerprint": "f"}
     low = {f"0:{i}": [0.0, 1.0] for i in range(12)}
     high = {f"0:{i}": [1.0] for i in range(12)}
     runs = [
@@ -98,11 +103,11 @@ def test_training_prompts_are_compared_by_row_if_the_data_are_the_same() -> None
         run("b", [0], rate="0.2", training_rewards=high, **facts),
     ]  # fmt: skip
     (row,) = compare(runs).differences
-    assert (row.set, row.responses, row.version) == (TRAINING, "trained", -1)
+    assert (row.set, row.responses, row.version) == (TRAINING_PROMPTS, "trained", -1)
     assert row.difference is not None and row.difference.mean == pytest.approx(1 / 3)
     for changes, reason in (
-        ({"data": "others"}, "other data, or unknown"),
-        ({"reward": "g"}, "other reward functions"),
+        ({"data_fingerprint": "others"}, "other data, or unknown"),
+        ({"reward_fingerprint": "g"}, "other reward functions"),
         ({"training_rewards": {}}, "the rows of the prompts are not stored"),
     ):
         (row,) = compare([*runs[:2], dataclasses.replace(runs[2], **changes)]).differences
@@ -133,7 +138,7 @@ def seeds_of(job: Path, folder: Path, source: str = "jsonl:{run}/rows.jsonl", **
         ))  # fmt: skip
         (run_dir / "config.toml").write_text(knob_tree.to_toml(config))
         source_fingerprints.write(run_dir, source_fingerprints.compute(config))
-        runs.append(read_facts(run_dir, None, f"seed-{seed}", {}))
+        runs.append(read_run_facts(run_dir, None, f"seed-{seed}", {}))
     comparison = compare([dataclasses.replace(facts, steps=[{"reward": 0.5}]) for facts in runs])
     return {"jobs": len(comparison.jobs), "settings": [row.key for row in comparison.settings]}
 
@@ -158,7 +163,7 @@ def test_training_rewards_are_by_name_of_the_source() -> None:
     """The same sources in another order have other numbers."""
     columns = {"fate": ["consumed"] * 3, "loss_mask": [True, True, False], "rewarded_s": [1.0] * 3,
                "reward": [1.0, 0.5, 0.0], "source": [0, 1, 0], "dataset_row": [7, 7, 7]}  # fmt: skip
-    store: Any = SimpleNamespace(columns=lambda names: {name: np.array(columns[name]) for name in names})
+    store: Any = SimpleNamespace(displayed_columns=lambda names: {name: np.array(columns[name]) for name in names})
     assert run_facts._training_rewards(store, ["x", "y"]) == {"x:7": [1.0], "y:7": [0.5]}
 
 

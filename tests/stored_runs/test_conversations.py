@@ -15,7 +15,7 @@ import pytest
 from staleflow.cli.show import colour_legend, colour_tokens, print_trajectory
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
-from staleflow.pipeline.stored_runs.views import sorted_ids, view
+from staleflow.pipeline.stored_runs.views import make_views, sorted_ids
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectory import TrajectoryId
@@ -69,7 +69,7 @@ def test_columns_select_by_turns_and_time(run: StoredRun) -> None:
 
 
 def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
-    (one, single) = view(run.run_dir, run.store, [TrajectoryId(0), TrajectoryId(1)])
+    (one, single) = make_views(run.run_dir, run.store, [TrajectoryId(0), TrajectoryId(1)])
     assert [(p.role, p.sampled, p.stop - p.start, p.seconds) for p in one.message_spans] == [
         ("assistant", True, 7, 0.0), ("tool", False, 8, 1.25), ("assistant", True, 7, 0.0), ("user", False, 7, 0.5),
         ("assistant", True, 4, 0.0),
@@ -265,7 +265,7 @@ def test_logprobs_are_compared_at_sampled_tokens_only(run: StoredRun, monkeypatc
     )
     (new,) = logprob_recompute.response_logprobs(settings, [row])
     assert (new[~row.trajectory.sampled] == 0).all()
-    result = logprob_recompute.compute_block(
+    result = logprob_recompute.compute_sums_of_block(
         settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep_logprobs=True
     )
     sums = result.sums[0]

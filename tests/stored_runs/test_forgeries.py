@@ -323,7 +323,7 @@ def verify_forged(run: Path, forged: Path, allowed: Path, forgery: Forgery, seed
 def test_random_forgeries_are_found_with_their_place_or_listed_as_not_covered(signed: Path, tmp_path: Path) -> None:
     allowed = tmp_path / "mine.allowed"
     lines, honest = contradictions(signed, allowed)
-    assert not lines and honest is not None and honest.verified
+    assert not lines and honest is not None and honest.is_verified
     counts, missed = Counter[str](), list[tuple[int, str]]()
     for seed, kind in enumerate(islice(kinds(), NUM_FORGERIES)):
         outcome = verify_forged(signed, tmp_path / "forged", allowed, FORGERIES[kind], seed)

@@ -91,7 +91,7 @@ def test_calls_run_on_free_workers_only(monkeypatch: pytest.MonkeyPatch) -> None
         open_pool(client, 0) as pool,
     ):
         address = next(iter(pool.free_workers()))
-        monkeypatch.setattr(Pool, "free_workers", lambda self, model=False: {address: 1})
+        monkeypatch.setattr(Pool, "free_workers", lambda self, for_models=False: {address: 1})
         assert set(pool.run(address_after, [(0.1,)] * 15)) == {address}
 
 
@@ -136,9 +136,9 @@ def test_workers_that_die_again_and_again_end_the_work(pool: Pool, monkeypatch: 
 
 
 def test_blocks_keep_all_threads_of_workers_busy(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pool, "free_workers", lambda self, model=False: {"one": 1, "other": 4})
+    monkeypatch.setattr(Pool, "free_workers", lambda self, for_models=False: {"one": 1, "other": 4})
     monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 1)
-    assert len(list(pool.blocks(4000))) == 5 * pools.MIN_BLOCKS_PER_THREAD
+    assert len(list(pool.split_rows(4000))) == 5 * pools.MIN_BLOCKS_PER_THREAD
 
 
 def test_an_error_of_a_report_reaches_the_caller(pool: Pool) -> None:
@@ -166,8 +166,8 @@ def test_a_row_without_a_result_stores_nothing(
 
     run = Pool.run
 
-    def forgetful(self: Pool, function: Any, calls: Any, *, model: bool = False) -> Iterator[Any]:
-        return run(self, function, list(calls)[1:], model=model)
+    def forgetful(self: Pool, function: Any, calls: Any, *, for_models: bool = False) -> Iterator[Any]:
+        return run(self, function, list(calls)[1:], for_models=for_models)
 
     monkeypatch.setattr(Pool, "run", forgetful)
     monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
@@ -220,16 +220,16 @@ def test_worst_best_and_longest_rows_are_selected(stored: Path) -> None:
 def test_a_view_has_every_token_with_its_version_and_ratio(stored: Path, tiny_model: Path) -> None:
     store = VersionedStore.open(stored / "store")
     (row, *_) = rows_of(stored, "step == 0 and response_tokens > 4")
-    (seen,) = views.view(stored, store, [row.trajectory.id], model=str(tiny_model))
+    (seen,) = views.make_views(stored, store, [row.trajectory.id], model=str(tiny_model))
     assert "".join(t.text for t in seen.tokens) == seen.response
     assert [t.id for t in seen.tokens] == row.trajectory.response_tokens.tolist()
     assert {t.version for t in seen.tokens} == {0}
     # Version 0 is this very model.
     assert all(t.ratio == pytest.approx(1.0, abs=1e-3) for t in seen.tokens)
-    (plain,) = views.view(stored, store, [row.trajectory.id])
+    (plain,) = views.make_views(stored, store, [row.trajectory.id])
     assert all(t.ratio is None for t in plain.tokens)
     with pytest.raises(ConfigError, match="no stored trajectory 999999"):
-        views.view(stored, store, [TrajectoryId(999_999)])
+        views.make_views(stored, store, [TrajectoryId(999_999)])
 
 
 def test_control_characters_in_responses_are_escaped() -> None:
@@ -270,7 +270,9 @@ def test_exported_rows_equal_stored_rows(
         read = [r for file in files for r in parquet.read_table(file).to_pylist()]
     assert [r["trajectory"] for r in read] == list(rows)
     assert result.rows == len(rows)
-    views_of = views.view(stored, VersionedStore.open(stored / "store"), [TrajectoryId(i) for i in list(rows)[:3]])
+    views_of = views.make_views(
+        stored, VersionedStore.open(stored / "store"), [TrajectoryId(i) for i in list(rows)[:3]]
+    )
     response = "completion" if to == "hf" else "response"
     for got, seen in zip(read, views_of, strict=False):
         assert got["prompt"] == seen.prompt
@@ -317,14 +319,14 @@ def test_rows_in_a_corrupt_chunk_are_named_and_the_others_are_exported(run_copy:
 def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
     stored: Path, tiny_model: Path, pool: Pool
 ) -> None:
-    same = logprob_recompute.recompute(
+    same = logprob_recompute.recompute_logprobs(
         stored, str(tiny_model), client=pool.client, where="v_max == 0 and fate == 'consumed'"
     )
     assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
     assert all(row.max_abs_log_ratio < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
     assert all(row.ess_tokens == pytest.approx(1, abs=1e-4) for row in same.by_staleness)
     last = stored / "checkpoints" / "step-000003"
-    other = logprob_recompute.recompute(stored, str(last), client=pool.client, where="fate == 'consumed'")
+    other = logprob_recompute.recompute_logprobs(stored, str(last), client=pool.client, where="fate == 'consumed'")
     assert sum(row.trajectories for row in other.by_staleness) == 48
     assert max(row.kl for row in other.by_staleness) > 100 * max(row.kl for row in same.by_staleness)
     assert all(0 < row.ess_sequences <= 1 and 0 < row.ess_tokens < 1 for row in other.by_staleness)
@@ -333,7 +335,7 @@ def test_recomputed_logprobs_agree_for_the_same_model_and_differ_for_another(
 def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) -> None:
     """Against the formulas, with the logprobs stored on a branch."""
     last = str(stored / "checkpoints" / "step-000003")
-    result = logprob_recompute.recompute(stored, last, client=pool.client, branch="under-last")
+    result = logprob_recompute.recompute_logprobs(stored, last, client=pool.client, branch="under-last")
     store = VersionedStore.open(stored / "store", branch="under-last")
     assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
     rows = [row for row in store.trajectories() if row.staleness == 1]
@@ -353,7 +355,7 @@ def test_logprob_statistics_match_their_definitions(stored: Path, pool: Pool) ->
     loss = loading.load(stored / "config.toml").training.loss
     assert isinstance(loss, Clip)
     assert found.clipped == pytest.approx(((tokens < 1 - loss.clip_low) | (tokens > 1 + loss.clip_high)).mean())
-    (seen,) = views.view(stored, store, [rows[0].trajectory.id])
+    (seen,) = views.make_views(stored, store, [rows[0].trajectory.id])
     assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
 
 
@@ -366,12 +368,12 @@ def test_responses_with_non_finite_logprobs_are_named_and_excluded(
         change_logprob(root, np.nan)
 
     edit(run_copy / "store", spoil)
-    result = logprob_recompute.recompute(run_copy, str(tiny_model), client=pool.client)
+    result = logprob_recompute.recompute_logprobs(run_copy, str(tiny_model), client=pool.client)
     row = VersionedStore.open(run_copy / "store").stored_columns()["trajectory"].tolist()[5]
     assert result.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
     assert all(np.isfinite(of.kl) for of in result.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
-        logprob_recompute.recompute(run_copy, str(tiny_model), client=pool.client, branch="one")
+        logprob_recompute.recompute_logprobs(run_copy, str(tiny_model), client=pool.client, branch="one")
     assert command("store", "audit", run_copy).returncode == 1
 
 
@@ -614,7 +616,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
         return
     for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):
         plan = training.make_plan(result.run_dir, tmp_path / f"again-{same}", changes, "main", "", 1)
-        plan = dataclasses.replace(plan, exact=True)
+        plan = dataclasses.replace(plan, is_unchanged=True)
         assert training.train(plan, lambda event: None).same_steps == same
 
 
@@ -645,7 +647,7 @@ def test_a_run_with_examples_in_its_steps_is_repeated_bit_for_bit_after_a_kill(
         return
     for weight, same in ((0.5, 6), (0, 0)):
         plan = training.make_plan(folder, tmp_path / f"again-{weight}", (f"training.sft.weight={weight}",), "main", "")
-        plan = dataclasses.replace(plan, exact=True)
+        plan = dataclasses.replace(plan, is_unchanged=True)
         assert training.train(plan, lambda event: None).same_steps == same
 
 

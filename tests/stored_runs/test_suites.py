@@ -21,15 +21,15 @@ from staleflow.pipeline.runtime.evaluation_results import read_suites, remove_ev
 from staleflow.pipeline.stored_runs import suite_process, suites
 from staleflow.pipeline.stored_runs.completions_probe import CompletionsServer
 from staleflow.pipeline.stored_runs.hub import model_card
-from staleflow.pipeline.stored_runs.run_facts import read_facts
+from staleflow.pipeline.stored_runs.run_facts import read_run_facts
 from staleflow.pipeline.stored_runs.serving import make_serving_plan
 from staleflow.pipeline.stored_runs.suite_process import (
     RefusalHandler,
     TaskRefused,
     check_room,
+    count_shots,
     is_status_error,
     needs_bos_token,
-    shots,
     task_metrics,
 )
 from staleflow.pipeline.stored_runs.suites import (
@@ -113,7 +113,7 @@ def test_suite_figures_have_each_metric_with_the_standard_error_of_its_filter() 
 def test_a_group_has_the_shots_of_its_tasks_if_they_are_equal() -> None:
     groups = {"all": ["stem", "other"], "stem": ["physics", "logic"], "other": ["law"], "mixed": ["law", "essays"]}
     evaluation = {"group_subtasks": groups, "n-shot": {"physics": 5, "logic": 5, "law": 5, "stem": 5, "essays": 0}}
-    assert [shots(task, evaluation) for task in ("all", "stem", "mixed", "essays")] == [5, 5, None, 0]
+    assert [count_shots(task, evaluation) for task in ("all", "stem", "mixed", "essays")] == [5, 5, None, 0]
     (row,) = task_metrics("mixed", {"acc,none": 0.5}, None)
     assert CODEC.decode(row, SuiteMetric).line == "mixed: acc 0.5000, several shots"
 
@@ -172,7 +172,7 @@ def test_the_command_keeps_the_figures_of_a_run(stored: Path, monkeypatch: pytes
     assert (end.returncode, end.stdout) == (0, "piqa: acc 0.5000 ± 0.1000, 0-shot, 20 documents\n")
     assert "compare` and the run page show it" in end.stderr
     (suite,) = read_suites(stored)
-    facts = read_facts(stored, VersionedStore.open(stored / "store"), "one", {})
+    facts = read_run_facts(stored, VersionedStore.open(stored / "store"), "one", {})
     (shown,) = (e for e in facts.evaluations if e.set == "piqa acc, 0-shot")
     assert (shown.version, shown.reward, shown.stderr) == (suite.version, 0.5, 0.1)
     assert f"| {suite.version} | piqa acc, 0-shot | 0.500 ± 0.100 |" in model_card(stored, title="a model")

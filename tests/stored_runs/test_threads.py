@@ -364,7 +364,7 @@ def test_logprobs_of_several_threads_equal_those_of_one(
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
     monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
-    logprob_recompute.recompute(large_run, str(tiny_model), client=threaded_client, branch="read")
+    logprob_recompute.recompute_logprobs(large_run, str(tiny_model), client=threaded_client, branch="read")
     config = loading.load(large_run / "config.toml")
     store = VersionedStore.open(large_run / "store", branch="read")
     rows = list(store.trajectories())

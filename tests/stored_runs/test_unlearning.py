@@ -104,7 +104,7 @@ def test_unlearned_weights_equal_training_without_the_rows(
     assert [h["weights"] for h in whole[:start]] == published[:start]
 
     verified = verify_offline(tmp_path / "out", steps=ALL)
-    assert verified.verified and not verified.unverified and verified.checkpoint_is_equal
+    assert verified.is_verified and not verified.unverified and verified.checkpoint_is_equal
     assert verified.repeated_steps == tuple(range(start, steps))
 
 

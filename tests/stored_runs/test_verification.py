@@ -67,14 +67,14 @@ def test_a_missing_first_step_is_reported(tmp_path: Path) -> None:
 def test_an_unmodified_run_is_verified_with_every_step(stored: Path) -> None:
     events: list[Any] = []
     result = verify_run(stored, steps=ALL, report=events.append)
-    assert result.verified and not result.findings and not result.unverified
+    assert result.is_verified and not result.findings and not result.unverified
     assert result.repeated_steps == result.sample_steps == (0, 1, 2)
     assert result.num_entries == result.num_commits == 4
     assert [event["done"] for event in events if "done" in event] == [1, 2, 3]
     assert result.lines[0] == f"{stored}: verified"
     assert "  weights: 3 of 3 steps repeated bit for bit: steps 0-2" in result.lines
     one = verify_run(stored, steps=1, seed=2)
-    assert one.verified and len(one.sample_steps) == 1 and {*one.sample_steps} <= {*one.repeated_steps}
+    assert one.is_verified and len(one.sample_steps) == 1 and {*one.sample_steps} <= {*one.repeated_steps}
 
 
 def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_verified_with_its_steps(run_copy: Path, tmp_path: Path)
     weights[name].flat[0] += np.float32(1e-4)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     result = verify_run(run_copy, folder, steps=1)
-    assert not result.verified and not result.checkpoint_is_equal
+    assert not result.is_verified and not result.checkpoint_is_equal
     assert finding_places(result) == [("weights", f"version 3 in {folder}")]
     moved = shutil.move(folder, tmp_path / "moved")
     assert command("verify", moved).returncode == 2
@@ -116,7 +116,7 @@ def test_a_run_resumed_twice_with_other_settings_after_lost_resume_points_is_ver
         changed = resumption.load(folder, (f"steps={steps}", f"training.schedule_steps={steps + 4}"))
         asyncio.run(execute(changed, RunListener(), resume=True))
     result = verify_run(folder, steps=ALL)
-    assert result.verified and result.repeated_steps == tuple(range(7))
+    assert result.is_verified and result.repeated_steps == tuple(range(7))
     undone = VersionedStore.open(folder / "store").branches()
     assert len(undone) == 2
     for branch in undone:
@@ -131,7 +131,7 @@ def test_offline_training_continues_the_chain_of_its_run(run_copy: Path, tmp_pat
     plan = training.make_plan(run_copy, out, changes, "other", "staleness <= 1", 2)
     training.train(plan, lambda _: None)
     result = verify_offline(out, steps=ALL)
-    assert result.verified and not result.unverified and result.checkpoint_is_equal
+    assert result.is_verified and not result.unverified and result.checkpoint_is_equal
     assert result.repeated_steps == (0, 1, 2, 3, 4, 5)
     completed = command("verify", out, "--steps", 1)
     assert completed.returncode == 0 and completed.stdout.startswith(f"{out / 'checkpoints' / 'step-000006'}: verified")
@@ -166,7 +166,7 @@ def reward_rescoring_branch(run: Path) -> None:
 def test_a_run_without_weights_or_without_steps_is_not_verified(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=2")
     result = verify_run(run)
-    assert not result.verified and not result.findings and not result.repeated_steps
+    assert not result.is_verified and not result.findings and not result.repeated_steps
     assert "weights: no step can be repeated" in result.unverified
     completed = command("verify", run)
     assert completed.returncode == 1
@@ -189,7 +189,7 @@ def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
     assert finding_places(verify_run(stored, steps=ALL)) == [("weights", f"step {step}") for step in range(3)]
     monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
     result = verify_run(stored, steps=ALL)
-    assert not result.verified and not result.findings
+    assert not result.is_verified and not result.findings
     assert any("another machine" in line for line in result.unverified)
 
 
@@ -202,7 +202,7 @@ def test_a_run_of_an_earlier_version_is_readable_and_not_verified(
         patch.setattr(versioned, "chain_hash", lambda _: "")
         store_again(run_copy, VersionedStore.open(run_copy / "store").commits())
     result = verify_run(run_copy)
-    assert not result.verified and not result.findings and not result.repeated_steps
+    assert not result.is_verified and not result.findings and not result.repeated_steps
     assert result.unverified == (
         "4 of 4 commits: an earlier version stored them, without a chain", "weights: no step can be repeated",
     )  # fmt: skip
@@ -218,7 +218,7 @@ def test_a_changed_store_is_found_by_its_chain_without_repeating_steps(run_copy:
     edit(run_copy / "store", change_logprob)
     result = verify_run(run_copy)
     assert ("chain", "step 0") in finding_places(result)
-    assert not result.verified and not result.repeated_steps
+    assert not result.is_verified and not result.repeated_steps
     assert command("verify", run_copy).returncode == 1
 
 
@@ -261,7 +261,7 @@ def test_a_forged_batch_with_a_new_chain_gives_other_weights(
     # For the metrics, rows without an advantage are computed too, which fails at tokens that the model does not have.
     measured = {f"step {row.step}" for row in rows if row.fate is Fate.CONSUMED and change is unknown_token}
     assert found <= trained | measured and bool(found) >= bool(trained)
-    assert result.verified == (not found)
+    assert result.is_verified == (not found)
 
 
 def test_records_without_fingerprints_inputs_or_steps_are_not_verified(run_copy: Path) -> None:
@@ -272,7 +272,7 @@ def test_records_without_fingerprints_inputs_or_steps_are_not_verified(run_copy:
     assert not result.repeated_steps and ("weights", "step 0") in finding_places(result)
     store_again(run_copy, [replace(record, inputs={"more": ""} if record.inputs else {}) for record in records])
     result = verify_run(run_copy, steps=ALL)
-    assert not result.verified and "steps 0-2: their job file is not in the run's folder" in result.unverified
+    assert not result.is_verified and "steps 0-2: their job file is not in the run's folder" in result.unverified
     rows = list(VersionedStore.open(run_copy / "store").trajectories())
     before, after = records[0].num_rows, records[0].num_rows + records[1].num_rows
     store_again(run_copy, [records[0], *records[2:]], [*rows[:before], *rows[after:]])
@@ -302,7 +302,7 @@ def test_changed_files_of_the_run_are_found(run_copy: Path) -> None:
     assert finding_places(result) == [("settings", "config.toml")] and not result.repeated_steps
     job.unlink()
     result = verify_run(run_copy)
-    assert not result.findings and not result.verified
+    assert not result.findings and not result.is_verified
     assert "steps 0-2: their job file is not in the run's folder" in result.unverified
     job.write_text(text)
     (run_copy / "fingerprints.json").write_text(
@@ -326,7 +326,7 @@ def test_a_changed_resume_point_and_a_changed_base_model_are_found(
     assert finding_places(result) == [("weights", "resume point of version 1")]
     assert result.repeated_steps == (0, 2) and "step 1: of the sample, and not repeated to the end" in result.unverified
     point.write_bytes(point.read_bytes()[:-1000])
-    assert verify_run(run_copy, steps=ALL).verified, "an incomplete resume point is ignored"
+    assert verify_run(run_copy, steps=ALL).is_verified, "an incomplete resume point is ignored"
 
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
@@ -379,7 +379,7 @@ def test_every_file_of_a_run_is_verified_or_listed_as_not_covered(run_copy: Path
     for name in NOT_COVERED:
         remove(run_copy / name)
     point.write_bytes(data)
-    assert verify_run(run_copy, steps=ALL).verified, "no part of it is needed"
+    assert verify_run(run_copy, steps=ALL).is_verified, "no part of it is needed"
 
 
 def test_random_changes_of_store_files_are_found_or_not_read(run_copy: Path) -> None:

@@ -21,7 +21,7 @@ MAX_GROUPS = 9
 def dump_ledger(ledger: Any) -> str:
     """Return the complete state of a ledger as text, to check that a rejected call changed nothing."""
     entries = {
-        g: (e.state.name, e.version, sorted(e.waiting), e.completed, sorted(e.routed.items()))
+        g: (e.state.name, e.version, sorted(e.unfinished), e.completed, sorted(e.member_versions.items()))
         for g, e in ledger.live_groups.items()
     }
     counts = (ledger.version, ledger.next_step, ledger.num_started, ledger.num_ended)
@@ -97,7 +97,7 @@ class LedgerMachine(RuleBasedStateMachine):
         legal = self.naive.can_reserve(group, version)
         assert self.ledger.can_reserve(group, version) == legal
         if g.version is None:
-            assert (self.ledger.refusal(version) is None) == legal
+            assert (self.ledger.reservation_refusal(version) is None) == legal
             assert (self.ledger.num_reservable(version) > 0) == legal
         if not legal:
             self.refused(self.ledger.reserve, group, member, version)
@@ -259,6 +259,6 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.num_occupied == len(naive.held(occupied=True))
         values = {i: g.version for i, g in naive.groups.items() if g.version is not None}
         assert {i: e.version for i, e in self.ledger.live_groups.items() if e.version >= 0} == values
-        assert self.ledger.ready() == naive.ready()
-        seated = sum(sum(b.reserved.values()) + sum(b.occupied.values()) for b in self.ledger.view())
+        assert self.ledger.is_batch_ready() == naive.ready()
+        seated = sum(sum(b.reserved.values()) + sum(b.occupied.values()) for b in self.ledger.buffer_views())
         assert naive.redundant or seated == len(naive.held())

@@ -11,7 +11,7 @@ import numpy as np
 
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.weight_counts import WeightChecks
+from staleflow.stores.auditing.weight_counts import WeightCheckCounter
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoredCommit, StoreReader
 from staleflow.stores.trajectories.records import CommitRecord, RunHeader, batch_fingerprint
@@ -55,7 +55,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),
-        weights=WeightChecks(records).counts(_sampled_tokens(rows)),
+        weights=WeightCheckCounter(records).counts(_sampled_tokens(rows)),
     )
 
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from staleflow.stores.auditing import audit as audit_module
 from staleflow.stores.auditing import conservation, row_checks, single_consumption, weight_counts
 from staleflow.stores.auditing.audit import AuditReport, audit
-from staleflow.stores.auditing.conservation import Conservation
+from staleflow.stores.auditing.conservation import ConservationCheck
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import ConsumedRows
-from staleflow.stores.auditing.weight_counts import WeightChecks, WeightCounts
+from staleflow.stores.auditing.weight_counts import WeightCheckCounter, WeightCounts
 from staleflow.stores.id_sets import IdSet, merge_ranges
 from staleflow.stores.trajectories import reader
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, empty_rows, select_columns
@@ -274,10 +274,10 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     store = VersionedStore.open(folder)
     with pytest.MonkeyPatch.context() as patch:  # a store of a few rows is read in several blocks and tasks too
         patch.setattr(reader, "RECORDS_AT_ONCE", rng.choice((1, 3, 2**20)))
-        for name in ("ROWS_AT_ONCE", "TASK_TOKENS", "TASK_COMMITS"):
+        for name in ("ROWS_AT_ONCE", "RANGE_TOKENS", "RANGE_COMMITS"):
             patch.setattr(audit_module, name, rng.choice((1, 3, 2**20)))
         patch.setattr(row_checks, "BLOCK_ROWS", rng.choice((1, 3, 2**20)))
-        patch.setattr(row_checks, "GAP", rng.choice((0, 2**20)))
+        patch.setattr(row_checks, "MAX_GAP_TOKENS", rng.choice((0, 2**20)))
         report = audit(store, shuffled_runner, max_tokens=rng.choice((1, 60, 2**21)))
     try:
         expected = plain_audit(store)
@@ -291,7 +291,7 @@ def test_the_audit_finds_random_faults_as_the_plain_audit_does(
     for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks", "unchecked"):
         assert getattr(report, name) == getattr(expected, name), name
     if not faults:
-        assert report.clean
+        assert report.is_clean
     shutil.rmtree(folder)
 
 
@@ -333,7 +333,7 @@ IDS = st.integers(0, 14)
 def test_conservation_findings_match_an_implementation_with_sets(
     commits: list[tuple[list[int], int, list[tuple[int, int]]]],
 ) -> None:
-    kept = Conservation(IdSet())
+    kept = ConservationCheck(IdSet())
     found: list[Finding] = []
     expected: list[Finding] = []
     stored: set[int] = set()
@@ -345,7 +345,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
         record = CommitRecord(kind="step", step=step, ledger=ledger)
         rows = empty_rows(len(ids), select_columns(conservation.READ_COLUMNS))
         rows["fate"], rows["reason"] = 0, 0
-        kept._stored.add(np.asarray(ids, np.int64))
+        kept._stored_ids.add(np.asarray(ids, np.int64))
         kept.add(rows)
         found += kept.check_commit(record)
         stored |= set(ids)
@@ -355,7 +355,7 @@ def test_conservation_findings_match_an_implementation_with_sets(
 
 
 def test_a_ledger_with_huge_numbers_is_a_finding_and_uses_no_memory() -> None:
-    conservation = Conservation(IdSet())
+    conservation = ConservationCheck(IdSet())
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
     (lost, wrong) = conservation.check_commit(CommitRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
@@ -470,7 +470,7 @@ def test_weight_counts_match_a_count_per_pull_and_per_row(
             reasons.update(check.weights.not_verified)
     sampled = Counter(dict.fromkeys([("a", 0), ("b", 1), ("c", 1)], 5))
     pulled = {(check.instance, check.version) for _, check in held}
-    collected = WeightChecks(records)
+    collected = WeightCheckCounter(records)
     assert collected.counts(sampled) == WeightCounts(
         verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
         unpublished=pulls["unpublished"],
@@ -535,7 +535,7 @@ def test_a_report_proves_something_only_if_something_was_checked(
         weights=WeightCounts(verified=verified),
         findings=(Finding(check=check, location="w", message="m"),) if check else (),
     )  # fmt: skip
-    assert (report.clean, report.proves) == results
+    assert (report.is_clean, report.is_verified) == results
     assert report.verdict == verdict
     assert report.as_dict()["num_tokens"] == 8
     assert replace(report, unchecked=("once",)).as_dict() | {"num_steps": None, "max_staleness": None} == {
@@ -555,8 +555,8 @@ def test_tasks_cover_all_rows_and_are_as_small_as_allowed(
         for i, (rows, tokens) in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(audit_module, "TASK_TOKENS", most_tokens)
-        patch.setattr(audit_module, "TASK_COMMITS", most_commits)
+        patch.setattr(audit_module, "RANGE_TOKENS", most_tokens)
+        patch.setattr(audit_module, "RANGE_COMMITS", most_commits)
         ranges = list(audit_module._ranges(commits, num_rows))
     task, at, edges = [0, 0], 0, [0]
     for rows, tokens in sizes:

@@ -48,7 +48,7 @@ def places(report: ChainReport) -> list[str]:
 
 def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_path: Path) -> None:
     store = make(tmp_path / "s", 4)
-    entries = check_chain(store).entries
+    entries = check_chain(store).step_entries
     assert sorted(entries) == [0, 1, 2, 3]
     VersionedStore.rewind(tmp_path / "s", 2)
     store = VersionedStore.open(tmp_path / "s")
@@ -59,13 +59,13 @@ def test_the_chain_continues_over_reopening_rewinds_and_other_commit_kinds(tmp_p
     report = check_chain(store)
     assert (report.findings, report.num_commits, report.num_entries) == ([], 6, 6), "and the checks of undone commits"
     assert report.weight_inputs == [(2, inputs)]
-    assert {step: entries[step] for step in (0, 1)} == {step: report.entries[step] for step in (0, 1)}
-    assert report.entries[2] != entries[2]
+    assert {step: entries[step] for step in (0, 1)} == {step: report.step_entries[step] for step in (0, 1)}
+    assert report.step_entries[2] != entries[2]
     texts = [commit.text for commit in store.stored_commits()]
     assert json.loads(texts[0])["previous"] == store.first_chain_entry
     assert store.newest_chain_entry == chain_hash(texts[-1])
     undone = next(iter(store.branches()))
-    assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
+    assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).step_entries == entries
 
 
 def test_record_that_cannot_be_decoded_is_reported_after_the_last_good_one(
@@ -91,12 +91,12 @@ def test_commits_without_a_chain_entry_are_counted_separately(tmp_path: Path, mo
         patch.setattr(versioned, "chain_hash", lambda _: "")
         store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
     report = check_chain(store)
-    assert (report.num_commits, report.num_entries, report.findings, report.entries) == (1, 0, [], {})
+    assert (report.num_commits, report.num_entries, report.findings, report.step_entries) == (1, 0, [], {})
     store = VersionedStore.open(tmp_path / "s")
     store.commit(record(1), [ended(np.random.default_rng(0), 1, 1)])
     report = check_chain(store)
     assert (report.num_commits, report.num_entries, report.findings) == (2, 1, [])
-    assert sorted(report.entries) == [1]
+    assert sorted(report.step_entries) == [1]
 
 
 # -- forgeries -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from staleflow.stores.context_branches import (
     ContextBranch,
     context_positions,
+    context_ranges,
     longest_shared_prefix,
-    ranges,
     training_sequences,
 )
 
@@ -97,7 +97,7 @@ def test_a_branch_starts_where_its_ids_differ_from_every_context(
 def test_a_side_conversation_ends_and_the_main_one_continues() -> None:
     # 0 1 prompt, 2 3 sampled; beside: 4 given, 5 sampled; again after 3: 6 given, 7 sampled.
     branches = [ContextBranch(4, 0), ContextBranch(6, 4)]
-    assert ranges(branches, 8) == [(0, 4), (6, 8)]
+    assert context_ranges(branches, 8) == [(0, 4), (6, 8)]
     trained = np.asarray([False, False, True, True, False, True, False, True])
     parts = training_sequences(branches, trained)
     assert [path.tolist() for path, _ in parts] == [[4, 5], [0, 1, 2, 3, 6, 7]]

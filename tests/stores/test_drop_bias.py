@@ -13,7 +13,14 @@ import numpy.typing as npt
 import pytest
 
 from staleflow.stores.auditing import drop_bias
-from staleflow.stores.auditing.drop_bias import Contrast, DropBias, OutcomeStats, bias_report, compute_bias, difference
+from staleflow.stores.auditing.drop_bias import (
+    Contrast,
+    DropBias,
+    OutcomeStats,
+    compute_drop_bias,
+    drop_bias_of_store,
+    welch_contrast,
+)
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
 from tests.run_page.page_client import Page
@@ -60,18 +67,18 @@ def test_more_turns_and_slower_environments_of_dropped_responses_are_reported() 
     rng = np.random.default_rng(1)
     table._columns["turns"] = rng.integers(2, 5, len(own)) * np.where(own, 3, 1)
     table._columns["tool_s"] = rng.gamma(20.0, 1.0, len(own)) * np.where(own, 2.0, 1.0)
-    (both, _) = bias_report(table).others
+    (both, _) = drop_bias_of_store(table).others
     assert both.turns_ratio is not None and both.turns_ratio.effect == pytest.approx(3, rel=0.1)
     assert both.tool_ratio is not None and both.tool_ratio.effect == pytest.approx(2, rel=0.1)
     assert both.tool_s == pytest.approx(40, rel=0.1)
-    (line, *_) = bias_report(table).lines
+    (line, *_) = drop_bias_of_store(table).lines
     assert "were of 3 times as many turns (p < .001), 2 times as long with their environments (p < .001)" in line
 
 
 @pytest.mark.parametrize("block", [65_536, 100])
 def test_a_planted_difference_is_reported_with_its_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(drop_bias, "BLOCK", block)
-    report = bias_report(dropped(60, 5.0 + math.log(1.8), 0.2))
+    monkeypatch.setattr(drop_bias, "ROWS_AT_ONCE", block)
+    report = drop_bias_of_store(dropped(60, 5.0 + math.log(1.8), 0.2))
     both, own = report.others
     assert (both.name, own.name) == ("dropped", "aborted:too_stale")
     assert (own.trajectories, own.groups, report.consumed.groups, report.groups) == (480, 60, 200, 260)
@@ -85,11 +92,11 @@ def test_a_planted_difference_is_reported_with_its_size(monkeypatch: pytest.Monk
 
 
 def test_chance_few_groups_and_small_differences_are_not_reported() -> None:
-    assert sum(bool(bias_report(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
-    assert bias_report(dropped(drop_bias.MIN_GROUPS - 1, 6.0, 0.0)).lines == []
-    assert bias_report(Table(CONSUMED)).lines == []
+    assert sum(bool(drop_bias_of_store(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
+    assert drop_bias_of_store(dropped(drop_bias.MIN_GROUPS - 1, 6.0, 0.0)).lines == []
+    assert drop_bias_of_store(Table(CONSUMED)).lines == []
     many = (Fate.ABORTED, AbortReason.TOO_STALE, 20_000, 5.05, 0.5, FinishReason.STOP)
-    assert bias_report(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
+    assert drop_bias_of_store(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
 
 
 def test_siblings_do_not_count_as_independent_samples() -> None:
@@ -97,19 +104,19 @@ def test_siblings_do_not_count_as_independent_samples() -> None:
     wrong = 0
     for seed in range(40):
         table = Table(CONSUMED, (Fate.ABORTED, AbortReason.TOO_STALE, 25, 5.0, 0.5, FinishReason.STOP), seed=seed)
-        wrong += bool(bias_report(table).lines)
+        wrong += bool(drop_bias_of_store(table).lines)
     assert wrong == 0
 
 
 def test_unfinished_responses_are_never_reported_as_shorter() -> None:
-    assert bias_report(dropped(60, 4.0, 0.5)).others[0].length_ratio is not None
-    assert bias_report(dropped(60, 4.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is None
-    assert bias_report(dropped(60, 6.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is not None
+    assert drop_bias_of_store(dropped(60, 4.0, 0.5)).others[0].length_ratio is not None
+    assert drop_bias_of_store(dropped(60, 4.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is None
+    assert drop_bias_of_store(dropped(60, 6.0, 0.5, FinishReason.UNFINISHED)).others[0].length_ratio is not None
 
 
 def test_truncated_responses_are_compared_with_complete_ones() -> None:
     cut = (Fate.CONSUMED, AbortReason.NONE, 60, 6.0, 0.1, FinishReason.LENGTH)
-    report = bias_report(Table(CONSUMED, cut))
+    report = drop_bias_of_store(Table(CONSUMED, cut))
     assert [kind.name for kind in report.others] == ["truncated"]
     assert report.others[0].length_ratio is None
     assert report.lines[0].startswith(
@@ -119,10 +126,10 @@ def test_truncated_responses_are_compared_with_complete_ones() -> None:
 
 def test_many_truncated_responses_are_reported_without_a_difference() -> None:
     like = (Fate.CONSUMED, AbortReason.NONE, 60, 5.0, 0.5, FinishReason.LENGTH)
-    (line,) = bias_report(Table(CONSUMED, like)).lines
+    (line,) = drop_bias_of_store(Table(CONSUMED, like)).lines
     assert line == "trained on though truncated at rollout.max_new_tokens: 480 of 2,080 responses (23%)"
     few = (Fate.CONSUMED, AbortReason.NONE, 20, 5.0, 0.5, FinishReason.LENGTH)
-    assert bias_report(Table(CONSUMED, few)).lines == []
+    assert drop_bias_of_store(Table(CONSUMED, few)).lines == []
 
 
 @pytest.mark.parametrize(("t", "freedom", "p"), [(2.042, 30, 0.05), (3.646, 30, 0.001), (3.390, 100, 0.001)])
@@ -132,7 +139,7 @@ def test_p_values_match_the_t_distribution(monkeypatch: pytest.MonkeyPatch, t: f
     values = np.resize([-1.0, 1.0], half)
     gap = t * math.sqrt(2 * float(values.var(ddof=1)) / half)
     monkeypatch.setattr(drop_bias, "MIN_GROUPS", 2)
-    result = difference(values + gap, values)
+    result = welch_contrast(values + gap, values)
     assert result is not None and result.p == pytest.approx(p, rel=0.03)
 
 
@@ -152,7 +159,7 @@ def test_groups_of_unequal_variance_are_compared_by_welchs_test(monkeypatch: pyt
     rng = np.random.default_rng(1)
     first, second = rng.normal(gap, 1.0, 20), rng.normal(0.0, 3.0, 23)
     for pair in ((first, second), (second, first)):
-        result = difference(*pair)
+        result = welch_contrast(*pair)
         assert result is not None
         assert result.effect == pytest.approx(float(pair[0].mean() - pair[1].mean()))
         assert result.p == pytest.approx(welch(*pair), rel=0.01)
@@ -160,14 +167,14 @@ def test_groups_of_unequal_variance_are_compared_by_welchs_test(monkeypatch: pyt
 
 def test_samples_without_variance_have_a_p_value_of_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     twos = np.full(drop_bias.MIN_GROUPS, 2.0)
-    assert difference(twos, twos) is None
-    assert difference(twos, twos - 0.5) == Contrast(effect=0.5, p=0.0)
-    assert difference(twos, twos[1:] - 0.5) is None, "one value too few"
+    assert welch_contrast(twos, twos) is None
+    assert welch_contrast(twos, twos - 0.5) == Contrast(effect=0.5, p=0.0)
+    assert welch_contrast(twos, twos[1:] - 0.5) is None, "one value too few"
     spread = np.resize([1.0, -1.0], drop_bias.MIN_GROUPS)
-    found = difference(twos, spread)
+    found = welch_contrast(twos, spread)
     assert found is not None
     monkeypatch.setattr(drop_bias, "P_LIMIT", found.p)
-    assert difference(twos, spread) is None, "it is as likely as the limit"
+    assert welch_contrast(twos, spread) is None, "it is as likely as the limit"
 
 
 def test_reward_difference_of_just_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +182,7 @@ def test_reward_difference_of_just_the_limit_is_reported(monkeypatch: pytest.Mon
     table._columns["reward"] = np.where(table._columns["fate"] == "aborted", 0.75, 0.5)
     for limit, reported in ((0.25, True), (0.2501, False)):
         monkeypatch.setattr(drop_bias, "REWARD_LIMIT", limit)
-        assert (bias_report(table).others[0].reward_difference is not None) is reported
+        assert (drop_bias_of_store(table).others[0].reward_difference is not None) is reported
 
 
 def test_audit_and_run_page_report_the_drop_bias(tmp_path: Path) -> None:
@@ -238,7 +245,7 @@ def test_means_are_per_group_for_any_block_size() -> None:
         table[name] = rng.integers(0, most, rows)
     table |= {"reward": rng.random(rows), "rewarded_s": rng.integers(0, 3, rows) / 2, "tool_s": rng.random(rows)}
     cuts = [0, 1, 120, 121, rows]
-    report = compute_bias([{name: v[a:b] for name, v in table.items()} for a, b in itertools.pairwise(cuts)])
+    report = compute_drop_bias([{name: v[a:b] for name, v in table.items()} for a, b in itertools.pairwise(cuts)])
 
     def expected(chosen: list[int], column: str, weighed: bool = False) -> float:
         by_group: dict[int, list[float]] = {}

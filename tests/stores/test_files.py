@@ -72,7 +72,7 @@ def test_a_failed_replacement_leaves_the_previous_content(tmp_path: Path, replac
     assert str(error.value) == f"{path}: cannot be written: No space left on device; free space"
     torch = RuntimeError("enforce fail at inline_container\nframe #0")
     with pytest.raises(StoreError, match="cannot be written: enforce fail at inline_container; free space"):
-        replace(path, failing_writer(torch), REMEDY, failures=(RuntimeError,))
+        replace(path, failing_writer(torch), REMEDY, error_types=(RuntimeError,))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     with pytest.raises(KeyboardInterrupt):
         replace(path, lambda part: signal.raise_signal(signal.SIGINT), REMEDY)

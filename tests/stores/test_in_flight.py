@@ -17,14 +17,14 @@ from staleflow.stores.in_flight.spool_entries import (
     GroupDrawn,
     InFlightResumed,
     RewardDelivered,
-    TeacherDelivered,
+    TeacherLogprobsDelivered,
     TokensDelivered,
     TrajectoriesDiscarded,
     TrajectoriesRouted,
     decode,
     encode,
 )
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import LedgerState, SourceState
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -83,7 +83,7 @@ def tokens(
 
 def reward(trajectory: int, count: int, value: float = 1.0) -> RewardDelivered:
     return RewardDelivered(
-        trajectory=TrajectoryId(trajectory), tokens=count, reward=value, parts={}, error="", at_s=4.0
+        trajectory=TrajectoryId(trajectory), num_tokens=count, reward=value, parts={}, error="", at_s=4.0
     )
 
 
@@ -281,9 +281,9 @@ def discarded(trajectory: int) -> TrajectoriesDiscarded:
 
 
 def test_a_teachers_logprobs_are_accepted_once_after_the_reward_one_for_each_token() -> None:
-    def teacher(*logprobs: float, count: int = 2) -> TeacherDelivered:
+    def teacher(*logprobs: float, count: int = 2) -> TeacherLogprobsDelivered:
         values = np.asarray(logprobs, np.float32)
-        return TeacherDelivered(trajectory=TrajectoryId(0), tokens=count, logprobs=values)
+        return TeacherLogprobsDelivered(trajectory=TrajectoryId(0), num_tokens=count, logprobs=values)
 
     state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 2, finish=FinishReason.STOP))
     assert not state.apply(teacher(-1.0, -2.0)), "before the reward"
@@ -320,7 +320,7 @@ def test_an_entry_that_changes_nothing_is_reported_as_such() -> None:
 def test_the_end_of_an_evaluation_drops_its_trajectories_and_their_scores() -> None:
     member = -MEMBERS
     state = flight(
-        drawn(0), evaluation_group(1), EpisodeRestarted(trajectory=TrajectoryId(member), tokens=0, route_number=0),
+        drawn(0), evaluation_group(1), EpisodeRestarted(trajectory=TrajectoryId(member), num_tokens=0, route_number=0),
         routed(member, 1), replace(tokens(member, 1, 0, 2, finish=FinishReason.STOP), attempt=1),
     )  # fmt: skip
     assert state.apply(replace(reward(member, 2), attempt=1))

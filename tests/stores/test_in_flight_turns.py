@@ -23,7 +23,7 @@ from staleflow.stores.in_flight.spool_entries import (
     encode,
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import (
     AbortReason,
     EnvSpan,
@@ -70,7 +70,7 @@ def observation(first: int, count: int = 2, *, episode: int = 0) -> ObservationD
 
 
 def restarted(tokens: int, route_number: int, attempt: int = 0) -> EpisodeRestarted:
-    return EpisodeRestarted(trajectory=ID, tokens=tokens, route_number=route_number, attempt=attempt)
+    return EpisodeRestarted(trajectory=ID, num_tokens=tokens, route_number=route_number, attempt=attempt)
 
 
 BEGIN = (drawn(0), routed(0, 1))

@@ -38,14 +38,16 @@ STEPS = [
 
 
 def test_the_duration_of_a_step_starts_at_the_end_of_the_previous_one() -> None:
-    rated = metrics.with_rates(STEPS)
+    rated = metrics.steps_with_tokens_per_s(STEPS)
     assert [s["tokens_per_s"] for s in rated] == [30.0, 50.0, 75.0]
     assert [s["step"] for s in rated] == [0.0, 1.0, 2.0]
-    assert metrics.with_rate(STEPS[2], rated[1]) == rated[2]
-    assert metrics.with_rates(rated) == rated
+    assert metrics.step_with_tokens_per_s(STEPS[2], rated[1]) == rated[2]
+    assert metrics.steps_with_tokens_per_s(rated) == rated
     assert metrics.tokens_per_s(STEPS) == 1000 / 20
     assert metrics.tokens_per_s([]) == 0.0
-    assert metrics.with_rate({"step": 4.0}, None)["tokens_per_s"] == 0.0  # of a store that did not keep the time
+    assert (
+        metrics.step_with_tokens_per_s({"step": 4.0}, None)["tokens_per_s"] == 0.0
+    )  # of a store that did not keep the time
 
 
 def simulated() -> Trace:
@@ -67,7 +69,8 @@ def test_summary_and_simulation_report_the_same_metrics(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("")
     config = loading.load(tmp_path / "job.toml", ("model.path=x", "steps=3", "staleness.eta=0"))
     steps = [
-        {**dict.fromkeys((m.name for m in metrics.STEP_METRICS.values()), 0.0), **s} for s in metrics.with_rates(STEPS)
+        {**dict.fromkeys((m.name for m in metrics.STEP_METRICS.values()), 0.0), **s}
+        for s in metrics.steps_with_tokens_per_s(STEPS)
     ]
     steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0, "branches": 4.0}
     steps[2]["branches"] = 3.0

@@ -1,4 +1,4 @@
-"""Files that arrive in pieces."""
+"""Files that arrive in split_into_pieces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.weight_folder import PartialFile, Piece, WeightFolder, pieces
+from staleflow.stores.weights.weight_folder import PartialFile, Piece, WeightFolder, split_into_pieces
 
 
 @given(num_bytes=st.integers(0, 1000), piece_bytes=st.integers(1, 70))
 def test_pieces_cover_each_byte_once(num_bytes: int, piece_bytes: int) -> None:
-    result = pieces(num_bytes, piece_bytes)
+    result = split_into_pieces(num_bytes, piece_bytes)
     assert [b for p in result for b in range(p.offset, p.offset + p.size)] == list(range(num_bytes))
     assert all(p.size == piece_bytes for p in result[:-1])
 
@@ -30,7 +30,7 @@ def test_pieces_written_in_any_order_make_the_file(
     path = tmp_path_factory.mktemp("incoming") / "part"
     path.touch()
     incoming = PartialFile(path, len(data), piece_bytes)
-    arriving = list(incoming.missing.values())
+    arriving = list(incoming.missing_pieces.values())
     order.shuffle(arriving)
     arrived: set[int] = set()
     for piece in arriving:
@@ -41,7 +41,7 @@ def test_pieces_written_in_any_order_make_the_file(
         assert incoming.read(*piece) == data[piece.offset : piece.offset + piece.size]
         for begin in range(len(data)):
             assert incoming.has(begin, 2) == (set(range(begin, min(begin + 2, len(data)))) <= arrived)
-    assert not incoming.missing
+    assert not incoming.missing_pieces
     assert path.read_bytes() == data
 
 

@@ -17,12 +17,12 @@ from staleflow.stores.reward_statistics import (
     Estimate,
     best_of,
     estimate,
-    majority,
+    majority_reward,
     paired_difference,
     pass_at_ks,
     sign_flip_p,
     student_quantile,
-    wilson,
+    wilson_interval,
 )
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=6)
@@ -54,14 +54,14 @@ def test_majority_is_the_expected_reward_of_a_random_most_frequent_answer(answer
     most = max(answers.count(answer) for answer in set(answers))
     winners = sorted({answer for answer in answers if answers.count(answer) == most})
     expected = statistics.fmean(reward[answer] for answer in winners)
-    assert majority(answers, [reward[answer] for answer in answers]) == pytest.approx(expected)
+    assert majority_reward(answers, [reward[answer] for answer in answers]) == pytest.approx(expected)
 
 
 def test_wilson_intervals_solve_their_equation() -> None:
     """Its bounds p are the solutions of |share - p| = z sqrt(p (1 - p) / n)."""
     z = statistics.NormalDist().inv_cdf(0.975)
     for share, trials in ((0.3, 20.0), (0.5, 6.5), (0.98, 1000.0)):
-        for bound in dataclasses.astuple(wilson(share, trials)):
+        for bound in dataclasses.astuple(wilson_interval(share, trials)):
             assert abs(share - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / trials))
     six = estimate([[0.0]] * 6)
     assert six.interval is not None
@@ -81,7 +81,7 @@ def test_the_standard_error_is_clustered_by_prompt() -> None:
     assert result.stderr == pytest.approx(math.sqrt(written * 50 / 49))
     independent = math.sqrt(mean * (1 - mean) / num)
     assert result.stderr > 1.5 * independent  # as if 400 prompts had been answered
-    expected = wilson(mean, mean * (1 - mean) / result.stderr**2, student_quantile(49))
+    expected = wilson_interval(mean, mean * (1 - mean) / result.stderr**2, student_quantile(49))
     assert (result.interval.low, result.interval.high) == pytest.approx((expected.low, expected.high))
 
 

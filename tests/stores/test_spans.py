@@ -13,7 +13,7 @@ import pytest
 
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.row_checks import RowRange, Spans, check_rows, hash_batches
-from staleflow.stores.auditing.weight_counts import Refusal
+from staleflow.stores.auditing.weight_counts import RefusedInstance
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import TOKEN_POSITION_COLUMNS, StoreReader
@@ -158,7 +158,7 @@ def test_a_derived_branch_masks_tokens_by_its_loss_mask(tmp_path: Path) -> None:
     assert int(branch.to_xarray().mask.sum()) == sum(
         r.trajectory.num_sampled for r in store.trajectories() if r.trajectory.id % 2
     )
-    assert audit(store).clean
+    assert audit(store).is_clean
 
 
 def test_an_empty_observation_is_stored_as_a_turn(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_unknown_role_is_accepted(tmp_path: Path) -> None:
     valid_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_spans(root, change_role))
     store = VersionedStore.open(tmp_path / "s")
-    assert audit(store).clean
+    assert audit(store).is_clean
     row = store.get(TrajectoryId(MANY_TURNS))
     assert row is not None
     assert [s.role for s in row.trajectory.spans if isinstance(s, EnvSpan)] == ["t\0l", "user"]
@@ -279,7 +279,7 @@ def test_tokens_of_a_refused_instance_are_found_up_to_the_accepted_row(tmp_path:
     """Row numbers count from the beginning of the store for any block size."""
     store = valid_store(tmp_path / "store")
     instances = {segment.instance for row in store.trajectories() for segment in row.trajectory.segments}
-    refused = tuple(Refusal(instance=instance, version=2, first_accepted_row=11) for instance in instances)
+    refused = tuple(RefusedInstance(instance=instance, version=2, first_accepted_row=11) for instance in instances)
     rows = RowRange(start=2, stop=16, steps=frozenset(), max_tokens=max_tokens, refusals=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
     assert [finding.location for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]

@@ -25,14 +25,14 @@ from staleflow.stores.in_flight.spool_entries import (
     InFlightResumed,
     ObservationDelivered,
     RewardDelivered,
-    TeacherDelivered,
+    TeacherLogprobsDelivered,
     TokensDelivered,
     TrajectoriesDiscarded,
     TrajectoriesRouted,
     decode,
     encode,
 )
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -87,20 +87,20 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         seconds=SECONDS,
         at_s=SECONDS,
     ),
-    st.builds(EpisodeRestarted, trajectory=IDS, tokens=SMALL, route_number=SMALL),
+    st.builds(EpisodeRestarted, trajectory=IDS, num_tokens=SMALL, route_number=SMALL),
     st.builds(
         RewardDelivered,
         trajectory=IDS,
-        tokens=SMALL,
+        num_tokens=SMALL,
         reward=st.floats(allow_nan=False),
         parts=st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False), max_size=2),
         error=st.text(max_size=9),
         at_s=SECONDS,
     ),
     st.builds(
-        TeacherDelivered,
+        TeacherLogprobsDelivered,
         trajectory=IDS,
-        tokens=SMALL,
+        num_tokens=SMALL,
         logprobs=st.lists(st.floats(-50, 0, width=32), max_size=5).map(lambda x: np.asarray(x, np.float32)),
         attempt=SMALL,
     ),
@@ -148,7 +148,7 @@ def test_entries_round_trip(entry: Entry) -> None:
     if isinstance(decoded, ObservationDelivered) and isinstance(entry, ObservationDelivered):
         assert (decoded.role, decoded.start, decoded.seconds) == (entry.role, entry.start, entry.seconds)
         np.testing.assert_array_equal(decoded.tokens, entry.tokens)
-    if isinstance(decoded, TeacherDelivered) and isinstance(entry, TeacherDelivered):
+    if isinstance(decoded, TeacherLogprobsDelivered) and isinstance(entry, TeacherLogprobsDelivered):
         np.testing.assert_array_equal(decoded.logprobs, entry.logprobs)
         assert decoded.logprobs.dtype == np.float32
 
@@ -156,7 +156,7 @@ def test_entries_round_trip(entry: Entry) -> None:
 def test_a_reward_that_is_a_numpy_number_is_spooled_as_a_number() -> None:
     reward: Any = np.float32(0.5)
     decoded = decode(
-        encode(RewardDelivered(trajectory=TrajectoryId(1), tokens=2, reward=reward, parts={}, error="", at_s=0.0))
+        encode(RewardDelivered(trajectory=TrajectoryId(1), num_tokens=2, reward=reward, parts={}, error="", at_s=0.0))
     )
     assert isinstance(decoded, RewardDelivered)
     assert decoded.reward == 0.5
@@ -229,14 +229,14 @@ def test_parts_are_removed_once_every_resume_point_includes_them(tmp_path: Path)
     for step in range(20):  # group g is drawn before step g and consumed by step g + 1
         spool.append([drawn(step)])
         spool.mark_stored(step, [GroupId(step - 1)] if step else [])
-        spool.rotate(oldest_point=max(0, step - 2))
+        spool.rotate(oldest_resume_version=max(0, step - 2))
         needed = {group for group in range(step + 1) if group + 1 >= max(0, step - 2)}
         assert groups_in(tmp_path / "spool") == needed
         assert len(list((tmp_path / "spool").iterdir())) <= 5
         assert len(spool._stored_at_step) <= 5
     spool.append([drawn(20)])
     spool.mark_stored(20, [GroupId(19), GroupId(20)])
-    spool.rotate(oldest_point=None)
+    spool.rotate(oldest_resume_version=None)
     assert groups_in(tmp_path / "spool") == set()
 
 
@@ -245,11 +245,11 @@ def test_a_group_in_flight_keeps_all_later_parts(tmp_path: Path) -> None:
     spool.append([drawn(0), drawn(1)])
     for step in range(1, 6):
         spool.mark_stored(step, [GroupId(step)])
-        spool.rotate(oldest_point=step)
+        spool.rotate(oldest_resume_version=step)
         spool.append([drawn(step + 1)])
     assert groups_in(tmp_path / "spool") == set(range(7))
     spool.mark_stored(6, [GroupId(0)])
-    spool.rotate(oldest_point=7)
+    spool.rotate(oldest_resume_version=7)
     assert groups_in(tmp_path / "spool") == {6}
 
 
@@ -273,12 +273,12 @@ def test_a_part_that_another_server_has_begun_is_not_overwritten(tmp_path: Path)
     assert old.append([drawn(0)])
     new = Spool(tmp_path / "spool", group_size=3)
     list(new.resume())
-    old.rotate(oldest_point=None)
+    old.rotate(oldest_resume_version=None)
     assert new.append([drawn(1)])
     for _ in range(2):
         with pytest.raises(ActorLost, match="was replaced"):
             old.append([drawn(2)])
-        old.rotate(oldest_point=None)
+        old.rotate(oldest_resume_version=None)
     assert new.append([drawn(3)])
     assert groups_in(tmp_path / "spool") == {0, 1, 3}
 
@@ -302,12 +302,12 @@ def test_a_group_that_is_drawn_again_is_in_flight_again(tmp_path: Path) -> None:
     spool.mark_stored(-1, [GroupId(-1)])
     spool.append([drawn(-1)])
     for step in range(3):
-        spool.rotate(oldest_point=step)
+        spool.rotate(oldest_resume_version=step)
         spool.append([drawn(step)])
         spool.mark_stored(step, [GroupId(step)])
     assert -1 in groups_in(tmp_path / "spool")
     spool.mark_stored(-1, [GroupId(-1)])
-    spool.rotate(oldest_point=3)
+    spool.rotate(oldest_resume_version=3)
     assert groups_in(tmp_path / "spool") == set()
 
 
@@ -329,7 +329,7 @@ def test_a_full_disk_is_logged_once_and_the_next_part_continues(
     assert len(caplog.records) == 1
     assert "cannot be written: File too large; the run goes on" in caplog.text
     assert not spool.append([drawn(4)])
-    spool.rotate(oldest_point=0)
+    spool.rotate(oldest_resume_version=0)
     assert spool.append([drawn(5)])
     assert groups_in(tmp_path / "spool") == {0, 5}
 
@@ -342,13 +342,13 @@ def test_a_part_that_cannot_begin_is_logged_and_the_next_one_continues(
     spool = Spool(folder, group_size=3)
     with caplog.at_level(logging.WARNING):
         assert [spool.append([drawn(group)]) for group in (0, 1)] == [False, False]
-        spool.rotate(oldest_point=0)
+        spool.rotate(oldest_resume_version=0)
     assert [record.message.partition("; ")[0] for record in caplog.records] == [
         f"{folder} cannot be written: File exists"
     ]
     folder.unlink()
     assert not spool.append([drawn(2)])
-    spool.rotate(oldest_point=0)
+    spool.rotate(oldest_resume_version=0)
     assert spool.append([drawn(3)])
     assert groups_in(folder) == {3}
 
@@ -365,13 +365,13 @@ def test_a_part_whose_first_write_fails_does_not_stop_the_next_one(
         patch.setattr(spool, "_write", full)
         assert not spool.append([drawn(0)])
     assert not spool.append([drawn(1)]), "entries of a part follow each other"
-    spool.rotate(oldest_point=0)
+    spool.rotate(oldest_resume_version=0)
     assert spool.append([drawn(2)])
     assert groups_in(tmp_path / "spool") == {2}
 
 
 def test_trailing_fields_are_left_out_only_if_they_have_their_own_default() -> None:
-    restarted = EpisodeRestarted(trajectory=TrajectoryId(1), tokens=2, route_number=3)
+    restarted = EpisodeRestarted(trajectory=TrajectoryId(1), num_tokens=2, route_number=3)
     assert encode(restarted).rstrip().endswith(b"1,2,3]")
     assert encode(replace(restarted, attempt=4)).rstrip().endswith(b"1,2,3,4]")
     prompt = np.zeros(1, np.int32)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.admission_rules import WindowedLedger
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Ending, Entry, EntryState
+from staleflow.stores.staleness.ledger_groups import Ending, GroupState, LiveGroup
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 
@@ -45,7 +45,7 @@ def route(ledger: StalenessLedger, group: int, version: int) -> None:
 
 def finish(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
     """Complete as many members as the group needs, and occupy."""
-    for member in sorted(ledger.live_groups[GroupId(group)].waiting)[: ledger.group_size]:
+    for member in sorted(ledger.live_groups[GroupId(group)].unfinished)[: ledger.group_size]:
         ledger.complete(GroupId(group), member)
     return ledger.occupy(GroupId(group))
 
@@ -69,15 +69,15 @@ def test_a_refusal_states_the_number_of_reserved_entries() -> None:
     ledger = make(1, batch=2)
     for group in range(4):
         route(ledger, group, 0)
-    assert ledger.refusal(PolicyVersion(0)) == "4 groups have reserved the 4 entries up to step 1"
+    assert ledger.reservation_refusal(PolicyVersion(0)) == "4 groups have reserved the 4 entries up to step 1"
     finish(ledger, 0)
     finish(ledger, 1)
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
-    assert ledger.refusal(PolicyVersion(0)) == "2 groups have reserved the 2 entries up to step 1"
+    assert ledger.reservation_refusal(PolicyVersion(0)) == "2 groups have reserved the 2 entries up to step 1"
     for group in (4, 5):
         route(ledger, group, 1)
-    assert ledger.refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
+    assert ledger.reservation_refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
 
 
 def test_a_finished_group_trains_before_older_groups_that_can_train_later() -> None:
@@ -85,7 +85,7 @@ def test_a_finished_group_trains_before_older_groups_that_can_train_later() -> N
     route(ledger, 0, 0)
     route(ledger, 1, 0)
     finish(ledger, 1)
-    assert ledger.ready()
+    assert ledger.is_batch_ready()
     assert ledger.consume(0).groups == (1,)
 
 
@@ -98,7 +98,7 @@ def test_a_step_waits_for_a_group_at_its_deadline() -> None:
     ledger.publish(PolicyVersion(1))
     route(ledger, 2, 1)
     finish(ledger, 2)
-    assert not ledger.ready()  # group 0 is due by step 1
+    assert not ledger.is_batch_ready()  # group 0 is due by step 1
     finish(ledger, 0)
     assert ledger.consume(1).groups == (0,)
 
@@ -163,7 +163,7 @@ def test_a_step_leaves_behind_as_many_due_groups_as_were_started_in_excess(late:
     for group in (7, 8):
         route(ledger, group, 1)
         finish(ledger, group)
-    assert ledger.ready() == ready
+    assert ledger.is_batch_ready() == ready
     if ready:
         (ending,) = ledger.consume(1).surplus
         assert (ending.group, ending.reason) == (2, AbortReason.TOO_STALE)
@@ -176,9 +176,9 @@ def test_nothing_is_reserved_beyond_the_planned_end() -> None:
         route(ledger, group, 0)
     assert ledger.num_reservable(PolicyVersion(0)) == 0
     finish(ledger, 0)
-    assert not ledger.ready()
+    assert not ledger.is_batch_ready()
     finish(ledger, 1)
-    assert ledger.ready(), "all four are due by step 1, none of them a second time later"
+    assert ledger.is_batch_ready(), "all four are due by step 1, none of them a second time later"
 
 
 def test_aborting_a_finished_or_unknown_member_raises() -> None:
@@ -210,20 +210,20 @@ def test_the_view_places_finished_groups_early_and_reserved_groups_late() -> Non
         route(ledger, group, 0)
     for group in (1, 3, 4):
         finish(ledger, group)
-    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.buffer_views()]
     assert views == [(0, {}, {0: 2}, 2), (1, {}, {0: 1}, 2), (2, {0: 2}, {}, 2)]
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
     route(ledger, 5, 1)
-    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.buffer_views()]
     assert views == [(1, {}, {0: 1}, 2), (2, {0: 2}, {}, 2), (3, {1: 1}, {}, 2)]
     for group in (6, 7):  # the newest take the latest places first
         route(ledger, group, 1)
-    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.buffer_views()]
     assert views == [(1, {0: 1}, {0: 1}, 2), (2, {1: 1, 0: 1}, {}, 2), (3, {1: 2}, {}, 2)]
     for group in (5, 6):  # no step gets more groups than its places, whatever their versions are
         finish(ledger, group)
-    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.buffer_views()]
     assert views == [(1, {}, {0: 1, 1: 1}, 2), (2, {0: 2}, {}, 2), (3, {1: 1}, {1: 1}, 2)]
 
 
@@ -231,7 +231,7 @@ def test_the_view_ends_with_the_planned_end() -> None:
     ledger = make(2, num_steps=2)
     for group in (0, 1):
         route(ledger, group, 0)
-    views = [(view.step, view.reserved, view.occupied) for view in ledger.view()]
+    views = [(view.step, view.reserved, view.occupied) for view in ledger.buffer_views()]
     assert views == [(0, {0: 1}, {}), (1, {0: 1}, {})]
 
 
@@ -241,9 +241,9 @@ def test_a_step_starts_only_after_its_version_is_published() -> None:
         route(ledger, group, 0)
         finish(ledger, group)
     ledger.consume(0)
-    assert not ledger.ready()
+    assert not ledger.is_batch_ready()
     ledger.publish(PolicyVersion(1))
-    assert ledger.ready()
+    assert ledger.is_batch_ready()
 
 
 @pytest.mark.parametrize("version", [-1, 1])
@@ -252,7 +252,7 @@ def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
     ledger.start(GroupId(0))
     with pytest.raises(ProtocolViolation, match=f"group 0 .*: version {version} is not published, only 0 to 0 are"):
         ledger.reserve(GroupId(0), TrajectoryId(0), PolicyVersion(version))
-    assert ledger.refusal(PolicyVersion(version)) == f"version {version} is not published, only 0 to 0 are"
+    assert ledger.reservation_refusal(PolicyVersion(version)) == f"version {version} is not published, only 0 to 0 are"
     assert not ledger.can_reserve(GroupId(0), PolicyVersion(version))
 
 
@@ -266,7 +266,7 @@ def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
     ledger.publish(PolicyVersion(1))
     route(ledger, 2, 1)
     finish(ledger, 2)
-    assert ledger.refusal(PolicyVersion(1)) == "finished groups fill all entries up to step 2"
+    assert ledger.reservation_refusal(PolicyVersion(1)) == "finished groups fill all entries up to step 2"
     assert ledger.num_reservable(PolicyVersion(1)) == 0
 
 
@@ -323,14 +323,14 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
         route(ledger, group, 0)
     for group in (0, 1, 4, 5):
         finish(ledger, group)
-    assert ledger.ready()
+    assert ledger.is_batch_ready()
     assert ledger.consume(0).groups == (0, 1, 4)  # 2 is slow, 5 lies outside of 2, 3 and 4
     ledger.publish(PolicyVersion(1))
     finish(ledger, 3)
     for group in range(6, 9):
         route(ledger, group, 1)
         finish(ledger, group)
-    assert not ledger.ready(), "3 may be taken, but 5 and what follows may not while 2 is unfinished"
+    assert not ledger.is_batch_ready(), "3 may be taken, but 5 and what follows may not while 2 is unfinished"
     finish(ledger, 2)
     assert ledger.consume(1).groups == (2, 3, 5)
     ledger.validate()
@@ -339,7 +339,7 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
         route(edge, group, 0)
     for group in (0, 1, 5):
         finish(edge, group)
-    assert not edge.ready(), "2, 3 and 4 are in the window, the first place outside of it is that of 5"
+    assert not edge.is_batch_ready(), "2, 3 and 4 are in the window, the first place outside of it is that of 5"
     finish(edge, 3)
     assert edge.consume(0).groups == (0, 1, 3)
     free = StalenessLedger(eta=2, groups_per_step=3, group_size=1)
@@ -350,13 +350,17 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
     assert free.consume(0).groups == (0, 1, 5)
 
 
-def add(ledger: Any, state: EntryState, count: int) -> None:
+def add(ledger: Any, state: GroupState, count: int) -> None:
     """Put more groups of version 0 into a state than there are entries."""
-    index = ledger._reserved if state is EntryState.RESERVED else ledger._occupied
+    make_group: Any = LiveGroup
+    index = ledger._reserved if state is GroupState.RESERVED else ledger._occupied
     for group in range(10, 10 + count):
-        done = [group] if state is EntryState.OCCUPIED else []
-        entry = Entry(group=group, waiting={group} - {*done}, completed=done, state=state, version=0, routed={group: 0})  # type: ignore[arg-type,dict-item]
-        ledger.live_groups[group] = index.setdefault(0, {})[group] = entry
+        done = [group] if state is GroupState.OCCUPIED else []
+        live_group = make_group(
+            group=group, unfinished={group} - {*done}, completed=done, state=state, version=0,
+            member_versions={group: 0},
+        )  # fmt: skip
+        ledger.live_groups[group] = index.setdefault(0, {})[group] = live_group
         ledger.num_started += 1
 
 
@@ -373,16 +377,16 @@ def end_all(ledger: Any, *, next_step: int = 2, version: int = 2) -> None:
         ("a group is RESERVED under two versions", lambda ledger: ledger._reserved.update({1: {0: None}})),
         ("RESERVED index and entries differ", lambda ledger: ledger._reserved[0].clear()),
         ("OCCUPIED index and entries differ", lambda ledger: ledger._occupied[0].clear()),
-        ("group 0: members both waiting and done", lambda ledger: ledger.live_groups[0].completed.append(0)),
-        ("group 1: members both waiting and done", lambda ledger: ledger.live_groups[1].routed.clear()),
-        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].routed.update({2: 0})),
+        ("group 0: members both unfinished and done", lambda ledger: ledger.live_groups[0].completed.append(0)),
+        ("group 1: members both unfinished and done", lambda ledger: ledger.live_groups[1].member_versions.clear()),
+        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].member_versions.update({2: 0})),
         ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.live_groups[2], "version", 0)),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
         ("2 trajectories consumed by 0 steps", lambda ledger: end_all(ledger, next_step=0)),
         ("4 groups (3 finished) are due by step 1, which has 2 entries",
-         lambda ledger: add(ledger, EntryState.OCCUPIED, 2)),
+         lambda ledger: add(ledger, GroupState.OCCUPIED, 2)),
         ("3 groups (1 finished) are due by step 1, which has 2 entries",
-         lambda ledger: add(ledger, EntryState.RESERVED, 1)),
+         lambda ledger: add(ledger, GroupState.RESERVED, 1)),
         ("2 groups (1 finished) are due by step 1, which has 0 entries",
          lambda ledger: end_all(ledger, version=1)),
         ("live work of version 0 at step 2, bound 1", end_all),
@@ -403,7 +407,7 @@ def test_validate_describes_a_broken_invariant(message: str, spoil: Callable[[An
 
 def test_ledger_of_a_run_without_steps_is_never_ready() -> None:
     ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, num_steps=0)
-    assert not ledger.ready() and ledger.num_reservable(PolicyVersion(0)) == 0
+    assert not ledger.is_batch_ready() and ledger.num_reservable(PolicyVersion(0)) == 0
 
 
 def test_validate_counts_entries_from_the_next_step() -> None:
@@ -412,7 +416,7 @@ def test_validate_counts_entries_from_the_next_step() -> None:
     finish(ledger, 0)
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
-    add(ledger, EntryState.OCCUPIED, 2)
+    add(ledger, GroupState.OCCUPIED, 2)
     message = "2 groups (2 finished) are due by step 1, which has 1 entries"
     with pytest.raises(ProtocolViolation, match=re.escape(message)):
         ledger.validate()
@@ -424,7 +428,7 @@ def test_redundancy_may_reserve_but_not_finish_more_groups_than_entries() -> Non
         route(ledger, group, 0)
     ledger.validate()
     finish(ledger, 2)
-    add(ledger, EntryState.OCCUPIED, 1)
+    add(ledger, GroupState.OCCUPIED, 1)
     with pytest.raises(
         ProtocolViolation, match=re.escape("2 groups (2 finished) are due by step 0, which has 1 entries")
     ):

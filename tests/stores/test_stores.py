@@ -420,7 +420,7 @@ def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
     worse = VersionedStore.open(tmp_path / "t")
     with pytest.raises(StoreError, match="the record of step 2 is corrupt"):
         worse.commits()
-    assert not audit(worse).clean
+    assert not audit(worse).is_clean
 
 
 def test_staleness_of_a_row_that_was_not_consumed_is_minus_one() -> None:

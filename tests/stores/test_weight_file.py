@@ -38,7 +38,7 @@ def test_written_tensors_are_read_back_with_their_fingerprint(
     path = tmp_path_factory.mktemp("weights") / "file"
     tensors = {f"layer.{i}": filled_tensor(shape, kind, i) for i, (shape, kind) in enumerate(kinds)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_hash, "PIECE_BYTES", piece)
+        patch.setattr(weight_hash, "HASH_PIECE_BYTES", piece)
         fingerprint_of_file = weight_file.write(path, tensors)
         assert fingerprint_of_file == fingerprint(tensors) == fingerprint(load_file(path))
     read = load_file(path)
@@ -54,7 +54,7 @@ def test_tensors_are_released_while_an_iterator_is_written(
 ) -> None:
     """Each tensor is freed soon after it is written; file and fingerprint are those of all tensors."""
     tensors = {f"layer.{i:02}": torch.full((16,), float(i)) for i in range(60)}
-    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_hash, "HASH_PIECE_BYTES", 64)
     monkeypatch.setattr(weight_hash, "MAX_THREADS", threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     there: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
@@ -99,7 +99,7 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_file(tmp_path: Path, m
         return write(held, data[:7], offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
+    monkeypatch.setattr(weight_hash, "HASH_PIECE_BYTES", 64)
     folder = WeightFolder(tmp_path / "w")
     with pytest.raises(StoreError, match="cannot be written: No space left on device; free memory, or set cluster"):
         folder.publish(PolicyVersion(1), {"w": torch.zeros(500)})

@@ -35,7 +35,7 @@ def test_fingerprint_is_equal_for_any_thread_count_and_covers_every_byte(
     sizes: list[int], threads: int, piece: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_hash, "PIECE_BYTES", piece)
+        patch.setattr(weight_hash, "HASH_PIECE_BYTES", piece)
         values = {f"t{i}": torch.arange(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
         whole = fingerprint(values, threads)
         assert whole == fingerprint(values, 1)
@@ -48,7 +48,7 @@ def test_fingerprint_is_equal_for_any_thread_count_and_covers_every_byte(
 
 def test_pieces_are_hashed_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first piece of a tensor finishes only after the second has started."""
-    monkeypatch.setattr(weight_hash, "PIECE_BYTES", 4)
+    monkeypatch.setattr(weight_hash, "HASH_PIECE_BYTES", 4)
     together = threading.Barrier(2, timeout=30)
     fingerprint_of_file = fingerprint({"t": torch.zeros(8, dtype=torch.uint8)}, 2, lambda *_: together.wait())
     assert fingerprint_of_file.startswith("sha256-tree:")

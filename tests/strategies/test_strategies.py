@@ -44,7 +44,7 @@ from staleflow.pipeline.strategies.routing import (
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Staggered
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Ending, EntryState
+from staleflow.stores.staleness.ledger_groups import Ending, GroupState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 
@@ -171,7 +171,7 @@ def started_groups(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[S
             ledger.reserve(GroupId(group), TrajectoryId(group), ledger.version)
             group, count = group + 1, count + 1
         started.append(count)
-        running = [g for g, e in ledger.live_groups.items() if e.state is EntryState.RESERVED]
+        running = [g for g, e in ledger.live_groups.items() if e.state is GroupState.RESERVED]
         for g in running[: max(4, len(running) // 2)]:
             if g not in ledger.live_groups:  # dropped, because others fill its places
                 continue
@@ -180,7 +180,7 @@ def started_groups(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[S
         if training:
             ledger.publish(PolicyVersion(ledger.version + 1))
             training = False
-        if ledger.ready():
+        if ledger.is_batch_ready():
             ledger.consume(ledger.next_step)
             training = True
         ledger.validate()

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import (
     AbortReason,

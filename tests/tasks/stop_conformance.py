@@ -84,7 +84,7 @@ class StopTests:
                 engine.submit(
                     [
                         request(
-                            name, (*PROMPT, *whole[:cut]), greedy=True, stop=stop, num_turn_tokens=in_turn,
+                            name, (*PROMPT, *whole[:cut]), greedy=True, stop=stop, num_current_turn_tokens=in_turn,
                             num_response_tokens=cut, max_new_tokens=60 - cut,
                         )
                     ]
@@ -97,7 +97,7 @@ class StopTests:
     def test_a_turn_resubmitted_with_its_stop_string_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
         texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
-        engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_turn_tokens=5, num_response_tokens=5)])
+        engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_current_turn_tokens=5, num_response_tokens=5)])
         (ended,) = collect(engine, 1).values()
         assert (ended.start, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
 

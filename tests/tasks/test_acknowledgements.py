@@ -18,7 +18,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.errors import ActorFailed, StoreError
 from staleflow.stores.in_flight.spool import Spool
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
@@ -268,7 +268,7 @@ async def test_the_spool_forgets_an_evaluation_that_ended_or_was_killed(tmp_path
     step = record_of_step()
     await scene.server.commit(replace(step, ledger=replace(step.ledger, num_ended=counts)))
     assert scene.server._spool.groups >= {0, 1}, "a run that is killed now resumes from version 0"
-    scene.server._spool.rotate(oldest_point=1)
+    scene.server._spool.rotate(oldest_resume_version=1)
     assert scene.server._spool.groups == set(), "all training work is stored"
 
 
@@ -450,7 +450,7 @@ async def test_a_server_that_was_replaced_while_silent_does_not_stop_its_success
     scene = await ServerScene.create(in_memory(), tmp_path)
     silent_spool = scene.server._spool
     scene.restart()
-    silent_spool.rotate(oldest_point=0)
+    silent_spool.rotate(oldest_resume_version=0)
     await scene.sample(ZERO)
     assert scene.restart()._in_flight.live[ZERO].num_tokens == 9
 

@@ -284,18 +284,18 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     assert state.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
         trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, parent_end=1,
-        next_turn_auxiliary=True,
+        is_next_turn_auxiliary=True,
     )  # fmt: skip
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
-    assert (read.parent_end, read.next_turn_auxiliary, read.max_turn_tokens) == (1, True, 0)
+    assert (read.parent_end, read.is_next_turn_auxiliary, read.max_turn_tokens) == (1, True, 0)
     assert state.apply(read)
     state.apply(routed(0, 2))
     assert state.apply(sampled(2, 3, [0, 0]))
     assert state.live[ID].num_sampled == 4
     assert state.live[ID].branches == ((len(state.live[ID].prompt_tokens) + 2, 1),)
     first, second = state.live[ID].segments
-    scored = RewardDelivered(trajectory=ID, tokens=5, reward=1.0, parts={}, error="", at_s=5.0)
+    scored = RewardDelivered(trajectory=ID, num_tokens=5, reward=1.0, parts={}, error="", at_s=5.0)
     assert state.apply(scored)
     t = state.live[ID]
     assert [s.tokens.tolist() for s in t.segments] == [first.tokens.tolist()]

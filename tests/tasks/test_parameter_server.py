@@ -43,7 +43,7 @@ class RealHost(ParameterHost):
     def publish(self, version: int) -> None:
         path = self._folder.path(PolicyVersion(version))
         with self._folder.receive(path, NUM_BYTES) as incoming:
-            for piece in list(incoming.missing.values()):
+            for piece in list(incoming.missing_pieces.values()):
                 incoming.write(piece, data_of(NUM_BYTES)[piece.offset : piece.offset + piece.size])
 
     def versions(self) -> list[int]:
@@ -110,7 +110,7 @@ class Host:
         self.folder = WeightFolder(folder)
         if data is not None:
             with self.folder.receive(self.folder.path(V4), len(data)) as incoming:
-                for piece in list(incoming.missing.values()):
+                for piece in list(incoming.missing_pieces.values()):
                     incoming.write(piece, data[piece.offset : piece.offset + piece.size])
         self.server = ParameterServer(str(folder), CALL_S, PIECE)
         self.num_reads = 0

@@ -17,7 +17,7 @@ import torch
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import CommitRecord, LedgerState
 from staleflow.stores.trajectory import (
     AbortReason,

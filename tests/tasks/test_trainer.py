@@ -314,7 +314,7 @@ def test_points_of_every_nth_version_are_kept_beside_the_latest(
         with points.writing(PolicyVersion(version)) as part:
             part.touch()
     assert points.versions() == expected
-    assert points.latest() == [5, 6, 7]
+    assert points.latest_versions() == [5, 6, 7]
 
 
 def test_a_stopped_writer_does_not_block_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ async function show() {
   path = location.pathname;
   tabs();
   try {
-    const run = await ask("run");
+    const run = await ask("overview");
     if (mine !== shown) return;
     frame(run);
     const [pattern, make] = VIEWS.find(([pattern]) => pattern.test(path)) ?? VIEWS[0];
@@ -86,7 +86,7 @@ async function poll() {
   if (follow && !document.hidden) {
     const mine = shown;
     try {
-      const run = await ask("run");
+      const run = await ask("overview");
       if (mine === shown) {
         frame(run);
         await follow(run);

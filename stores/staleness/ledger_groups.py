@@ -1,4 +1,4 @@
-"""Records of the staleness ledger about live groups, and results of its operations."""
+"""Live groups in the staleness ledger, and results of its operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum, auto
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 
 
-class EntryState(Enum):
+class GroupState(Enum):
     """The state of a live group."""
 
     QUEUED = auto()
@@ -20,21 +20,21 @@ class EntryState(Enum):
 
 
 @dataclass(slots=True)
-class Entry:
-    """The ledger's record of one live group. `version`: minimum over its routed members; -1 before the first."""
+class LiveGroup:
+    """A live group in the ledger. `version`: minimum over its routed members; -1 before the first."""
 
     group: GroupId
-    waiting: set[TrajectoryId]
+    unfinished: set[TrajectoryId]
     """Members neither completed nor aborted."""
     completed: list[TrajectoryId] = field(default_factory=list)
-    state: EntryState = EntryState.QUEUED
+    state: GroupState = GroupState.QUEUED
     version: PolicyVersion = PolicyVersion(-1)
-    routed: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
+    member_versions: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
     """v_traj of each routed member; once the group is occupied, of those that are trained on, in their order."""
 
     @property
     def members(self) -> tuple[TrajectoryId, ...]:
-        return (*self.completed, *sorted(self.waiting))
+        return (*self.completed, *sorted(self.unfinished))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
