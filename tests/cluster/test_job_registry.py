@@ -326,7 +326,7 @@ def test_workers_of_a_dead_driver_are_killed_and_restarted(tmp_path: Path) -> No
                 )
                 assert await theirs.submit(Closing, str(tmp_path / "closed"), actor=True, workers=[before])
                 assert len(await job_registry.ask(client, "workers_of", id="run")) == 2
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(180.0):
                 while len(now := await client.run(os.getpid, on_error="ignore")) < 2 or before in now:
                     await asyncio.sleep(0.05)
             assert not (tmp_path / "closed").exists()
