@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
@@ -12,12 +12,20 @@ import click
 
 class LazyGroup(click.Group):
     """A command group that knows the names and one-line helps of its commands, and imports a module only to run its
-    command."""
+    command, or to search a subgroup for an unknown one."""
 
-    def __init__(self, *args: Any, sections: Mapping[str, Mapping[str, tuple[str, str]]], **kwargs: Any) -> None:
-        """sections: by title of a section of the help, (module or module:attribute, one line of help) by command."""
+    def __init__(
+        self,
+        *args: Any,
+        sections: Mapping[str, Mapping[str, tuple[str, str]]],
+        subgroups: Collection[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        """sections: by title of a section of the help, (module or module:attribute, one line of help) by command.
+        subgroups: names of the commands that are groups."""
         super().__init__(*args, **kwargs)
         self._sections = sections
+        self._subgroups = subgroups
         self._entries = {name: entry for section in sections.values() for name, entry in section.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -38,7 +46,7 @@ class LazyGroup(click.Group):
         if args[0].startswith("-") or args[0] in self._entries or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(args[0], self._entries, n=2)
-        groups = [name for name in self._entries if self._has_subcommand(ctx, name, args[0])]
+        groups = [name for name in self._subgroups if self._has_subcommand(ctx, name, args[0])]
         suggestions = " or ".join([*near, *(f"{name} {args[0]}" for name in groups)])
         question = f"; did you mean {suggestions}?" if suggestions else ""
         raise click.UsageError(f"no such command {args[0]!r}{question}", ctx)

@@ -59,7 +59,12 @@ PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 """Error numbers of a path that is invalid, or that this user cannot use."""
 
 
-@click.group(cls=LazyGroup, sections=SECTIONS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    sections=SECTIONS,
+    subgroups=("store",),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="staleflow", message="%(prog)s %(version)s")
 def cli() -> None:
     """Asynchronous RL post-training of language models on Dask, under a proved staleness bound."""

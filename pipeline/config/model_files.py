@@ -141,8 +141,8 @@ def format_context_length(architecture: Mapping[str, Any]) -> str:
 
 def read_vocabulary_size(path: str) -> int:
     """Vocabulary size of a model on this machine; 0 if unknown. Raises ConfigError."""
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
+    folder = find_local_model(path)
+    if folder is None or not (folder / "config.json").is_file():
         return 0
     size = read_architecture(folder, path).get("vocab_size")
     return size if isinstance(size, int) else 0

@@ -63,7 +63,7 @@ class InstanceMembership:
         self._emit = emit
         self._is_drained = is_drained
         self._links_stopped = True
-        self._missing_indices: set[int] = set()
+        self._indices_being_placed: set[int] = set()
         """Indices of instances that are being placed or wait for a worker."""
         self._retiring_indices: set[int] = set()
         """Indices of instances that are being retired."""
@@ -77,7 +77,7 @@ class InstanceMembership:
             f", at most {max_instances}" if max_instances > rollout.instances else ""
         )
         placed = {instance.index for instance in self._actors.instances.values()}
-        if missing_indices := sorted(self._missing_indices - placed):
+        if missing_indices := sorted(self._indices_being_placed - placed):
             line += f"; waiting for {', '.join(f'rollout-{i}' for i in missing_indices)}"
         if self._retiring_indices:
             line += f"; retiring {', '.join(f'rollout-{i}' for i in sorted(self._retiring_indices))}"
@@ -88,12 +88,12 @@ class InstanceMembership:
         rollout = self._config.rollout
         while True:
             await asyncio.sleep(SPARE_CHECK_S)
-            used_indices = self._missing_indices | {i.index for i in self._actors.instances.values()}
+            used_indices = self._indices_being_placed | {i.index for i in self._actors.instances.values()}
             additional_index = next(
                 (i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None
             )
             if additional_index is not None and not self._links_stopped and await self._actors.has_spare_worker():
-                self._start_replacing(additional_index)
+                self._start_placing(additional_index)
 
     def retire(self, worker: str) -> str:
         """Start retiring an instance: its trajectories continue elsewhere, then it is closed and its worker leaves the
@@ -112,7 +112,7 @@ class InstanceMembership:
             return f"{worker}: no rollout instance of this run is there; it has {', '.join(self._actors.instances)}"
         if instance.index in self._retiring_indices:
             return ""
-        if instance.index in self._missing_indices:
+        if instance.index in self._indices_being_placed:
             return f"{worker}: {instance.id} is still being placed; retry when it has joined"
         if self._links_stopped:
             return f"{worker}: the run does not train at the moment; retry when it does"
@@ -129,20 +129,26 @@ class InstanceMembership:
         while not self._is_drained(instance.id):
             await asyncio.sleep(DRAINED_CHECK_S)
         self._retiring_indices.discard(instance.index)
-        if instance.id not in self._actors.instances or self._links_stopped:
-            return  # it was lost meanwhile, or the run ends
+        if self._links_stopped:
+            return  # the run ends
+        if instance.id not in self._actors.instances:
+            worker = instance.placed_actor.worker
+            logger.warning(
+                "%s was lost before it was retired; if %s is still there, retire it again", instance.id, worker
+            )
+            return
         for task in instance.tasks:
             task.cancel()
         self._emit(InstanceLost(instance=instance.id, why="it was retired"))
         await self._actors.retire(instance)
         logger.warning("%s on %s was retired", instance.id, instance.placed_actor.address)
         if instance.index < self._config.rollout.instances:
-            self._start_replacing(instance.index)
+            self._start_placing(instance.index)
 
-    def _start_replacing(self, index: int) -> None:
+    def _start_placing(self, index: int) -> None:
         """Start placing a missing instance in the background."""
-        self._missing_indices.add(index)
-        self._background.spawn(self._replace(index), "replace")
+        self._indices_being_placed.add(index)
+        self._background.spawn(self._place(index), "place")
 
     def start_links(self) -> None:
         """Start the links of all placed instances, and start placing the missing ones."""
@@ -151,7 +157,7 @@ class InstanceMembership:
             self._start_link(instance)
         placed = {instance.index for instance in self._actors.instances.values()}
         for index in set(range(self._config.rollout.instances)) - placed:
-            self._start_replacing(index)
+            self._start_placing(index)
 
     def stop_links(self) -> None:
         """Stop all links at the end of the run."""
@@ -172,7 +178,7 @@ class InstanceMembership:
     @staticmethod
     def _is_own_loss(instance: InstanceHandle, loss_error: errors.ActorLost | errors.ActorFailed) -> bool:
         """Whether the instance itself is lost, not an actor that it called. An error that a parameter server raised
-        counts as a loss of the instance, since its host is the instance's."""
+        counts as a loss of the instance, wherever that server is: a replacement may be on another host."""
         return loss_error.actor == instance.id or loss_error.actor.startswith("parameters-")
 
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -214,11 +220,11 @@ class InstanceMembership:
                             task.cancel()
                     self._emit(InstanceLost(instance=instance.id, why=str(loss_error)))
                     self._actors.record_loss(instance.placed_actor.name, loss_error)
-                    self._start_replacing(instance.index)
+                    self._start_placing(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._emit(error)
 
-    async def _replace(self, index: int) -> None:
+    async def _place(self, index: int) -> None:
         """Place a missing instance as soon as there is a worker for it.
 
         Raises:
@@ -241,7 +247,7 @@ class InstanceMembership:
                 continue
             else:
                 self._start_link(instance)
-            self._missing_indices.discard(index)
+            self._indices_being_placed.discard(index)
             return
 
     def _raise_if_too_few(self, error: NoFreeWorker) -> None:

@@ -73,8 +73,9 @@ class NoMigration(Migration):
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
 class LargestGain(Migration):
-    """Moves with a positive gain, earliest deadline first: seconds saved on the tokens left to sample, minus the
-    seconds that the prefill costs all trajectories on the target. A decode step must also be faster on the target."""
+    """Moves each trajectory that saves time on the target, earliest deadline first: the seconds saved on its tokens
+    left to sample exceed the seconds that its prefill costs all trajectories on the target. A decode step must also be
+    faster on the target."""
 
     cost: CostModel = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)

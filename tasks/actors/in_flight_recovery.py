@@ -33,29 +33,26 @@ def rebuild_in_flight(
     spool.mark_stored(ledger.next_step, spool.groups - groups)
 
 
-def started_trajectories(in_flight: InFlightState) -> set[TrajectoryId]:
-    """Return the trajectories in flight that have been routed or have tokens, without those of evaluations."""
-    live_trajectories = [t for t in in_flight.live.values() if not is_evaluation(t.id)]
-    started = {t.id for t in live_trajectories if t.timings.routed_s or t.segments}
-    return started | {t.id for t in in_flight.pending_commit()}
+def trajectories_with_tokens(in_flight: InFlightState) -> set[TrajectoryId]:
+    """Return the trajectories in flight that have sampled tokens, without those of evaluations."""
+    trajectories = (*in_flight.live.values(), *in_flight.pending_commit())
+    return {t.id for t in trajectories if t.segments and not is_evaluation(t.id)}
 
 
-def recovered_work(in_flight: InFlightState, started: set[TrajectoryId], ledger: LedgerState) -> RecoveredWork:
-    """Count the in-flight work after a resumption. started: trajectories that had been started before it."""
+def recovered_work(in_flight: InFlightState, previous: set[TrajectoryId], ledger: LedgerState) -> RecoveredWork:
+    """Count the in-flight work after a resumption. previous: trajectories that had sampled tokens before it."""
     recovered_trajectories = [t for t in in_flight.live.values() if t.segments]
     return RecoveredWork(
         ledger=ledger,
         num_responses=len(recovered_trajectories),
         num_tokens=sum(t.num_tokens for t in recovered_trajectories),
-        num_restarted=len(started) - len(started & {t.id for t in recovered_trajectories}),
+        num_restarted=len(previous - {t.id for t in recovered_trajectories}),
     )
 
 
 def resume_record(in_flight: InFlightState, work: RecoveredWork) -> CommitRecord | None:
     """Build the record of a resumption, with the ledger as of now. Returns None if nothing has changed since the
     store's last record."""
-    if not in_flight.live:  # evaluation trajectories are not resumed
-        return None
     ledger = replace(
         work.ledger, num_started=in_flight.num_drawn * in_flight.group_size, live=id_ranges(in_flight.live)
     )

@@ -131,7 +131,7 @@ class TrajectoryServer:
         """Recover in-flight work after the store's last record, and commit that the run goes on if that changes the
         ledger. Idempotent. from_prompt: trajectories that restart from their prompts. While the store's bucket fails,
         the commit is retried for deadlines.commit_s. Raises StoreError."""
-        started = in_flight_recovery.started_trajectories(self._in_flight)
+        previous = in_flight_recovery.trajectories_with_tokens(self._in_flight)
         evaluation_groups = {t.group for t in self._in_flight.live.values() if is_evaluation(t.id)}
         resumed = self._resume_entry(from_prompt)
         self._in_flight.apply(resumed)
@@ -140,7 +140,7 @@ class TrajectoryServer:
             # Otherwise a later resumption would recover entries that this one has undone.
             await self._async_spool.clear()
         await self._async_spool.mark_stored(-1, evaluation_groups)  # evaluations are not resumed
-        work = in_flight_recovery.recovered_work(self._in_flight, started, self._last_ledger)
+        work = in_flight_recovery.recovered_work(self._in_flight, previous, self._last_ledger)
         record = in_flight_recovery.resume_record(self._in_flight, work)
         if record is None:
             return work

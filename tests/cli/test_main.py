@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
+from staleflow.cli.lazy import LazyGroup
 from tests.commands import command, error_line
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,12 @@ def run_by_shell(words: str, **environment: str) -> subprocess.CompletedProcess[
 )
 def test_an_unknown_command_gives_one_line_with_the_nearest_name(words: str, line: str) -> None:
     assert error_line(*words.split()) == f"{line}\n"
+
+
+def test_an_unknown_command_imports_no_command() -> None:
+    group = LazyGroup(sections={"Commands": {"broken": ("no.such.module", "")}})
+    with pytest.raises(click.UsageError, match="no such command 'brok'; did you mean broken"):
+        group.resolve_command(click.Context(group), ["brok"])
 
 
 def test_an_unknown_option_gives_one_line_with_the_nearest_name() -> None:

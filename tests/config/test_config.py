@@ -392,3 +392,12 @@ def test_explain_prints_no_warning_for_an_emulated_job() -> None:
     """An emulated job names no model and uses no data or reward."""
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_the_vocabulary_size_of_a_fetched_model_is_known_by_its_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 77}')
+    monkeypatch.setattr(model_files, "find_local_model", lambda name: tmp_path if name == "owner/name" else None)
+    assert model_files.read_vocabulary_size("owner/name") == 77
+    assert model_files.read_vocabulary_size("owner/other") == 0

@@ -151,11 +151,12 @@ def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
     assert "rollout-1.1" in instances(run)
 
 
-def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body) -> None:
+def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     run = run_with_retirement(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
     assert len(run.outcomes.actor_losses) == 1
     assert instances(run) == ["rollout-0", "rollout-1", "rollout-1.1"], "it is replaced once"
     assert [event.instance for _, event in run.events("InstanceLost")] == ["rollout-1"]
+    assert "rollout-1 was lost before it was retired; if process-" in caplog.text, "its worker may have been restarted"
 
 
 @pytest.mark.parametrize("host", ["rollout-0", "rollout-1"])

@@ -348,6 +348,19 @@ def test_runs_that_cannot_be_served_give_a_one_line_error(tmp_path: Path) -> Non
         assert "no such folder" in str(result.exception)
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.engine.name=emulated", "its engine is emulated, so it has no policy to serve"),
+        ("model.path=other", "--set model.path=other: the model is that of .*; serve another one by its own name"),
+        ("model={path='other'}", "the model is that of .*; serve another one by its own name"),
+    ],
+)
+def test_overrides_cannot_replace_the_served_model(tiny_model: Path, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_serving_plan(str(tiny_model), (override,))
+
+
 def test_default_max_new_tokens_of_a_served_model_is_half_its_context(tiny_model: Path) -> None:
     plan = make_serving_plan(str(tiny_model))
     assert plan.config.rollout.max_new_tokens == min(512, plan.facts.context_length // 2)
