@@ -29,7 +29,7 @@ class Uncorrected:
     """A policy gradient without clipping and without importance ratios, which takes stale rows for fresh ones."""
 
     needs_proximal = False
-    by_token = True
+    is_tokenwise = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         return TokenLoss(loss=-tokens.advantage * tokens.logprobs, clipped=torch.zeros_like(tokens.sampled))

@@ -138,7 +138,7 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
 ) -> None:
     """Each step draws, samples, scores and stores forty groups of two, and drops ten of them."""
     groups, remembered = 40, SOME
-    monkeypatch.setattr(trajectory_server, "MAX_TOKENS", remembered)
+    monkeypatch.setattr(trajectory_server, "MAX_STORED_TOKENS", remembered)
 
     async def scenario() -> None:
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)

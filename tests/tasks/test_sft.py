@@ -174,7 +174,7 @@ def test_gradient_of_a_mixed_step_is_that_of_both_losses(
     """The reference computes the RL loss in one pass per token."""
     loss = entry(LOSSES, name)
     changes: dict[str, Any] = {"loss": loss, "aggregation": aggregation, "microbatch_tokens": budget}
-    changes["max_length"] = MAX_LENGTH
+    changes["max_response_tokens"] = MAX_LENGTH
     policy_trainer = mixed_trainer(tiny_model, **changes)
     metrics = policy_trainer.step(4, agent_rows())
     model = trainer(tiny_model).model
