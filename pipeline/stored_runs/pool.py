@@ -138,7 +138,7 @@ class Pool:
             ActorLost: The scheduler is gone.
         """
         workers = self._workers()
-        unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
+        unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", id="")
         addresses = [address for address in workers if address not in unavailable]
         exclusive_workers = [
             address for address in addresses if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)
