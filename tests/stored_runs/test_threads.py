@@ -362,7 +362,7 @@ def test_rewards_of_a_multithreaded_worker_equal_those_of_a_loop(
 def test_logprobs_of_several_threads_equal_those_of_one(
     large_run: Path, tiny_model: Path, threaded_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
+    monkeypatch.setattr(logprob_recompute, "MAX_CALL_ROWS", 8)
     monkeypatch.setattr(pools, "MIN_BLOCK_ROWS", 8)
     logprob_recompute.recompute_logprobs(large_run, str(tiny_model), client=threaded_client, branch="read")
     config = loading.load(large_run / "config.toml")

@@ -188,7 +188,7 @@ def test_a_resume_point_of_another_kind_of_machine_is_named(
     plan, _ = unlearning.make_plan(
         run_copy, tmp_path / "out", f"trajectory == {ids_by_step(run_copy)[1][0]}", "without"
     )
-    monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
+    monkeypatch.setattr(numerics, "describe_numerics", lambda: "another machine")
     lines: list[str] = []
     training.train(plan, lambda event: lines.append(event.get("say", "")))
     (line,) = (line for line in lines if line.startswith("the steps before were trained with torch"))

@@ -187,7 +187,7 @@ def test_other_weights_on_another_kind_of_machine_are_not_a_contradiction(
 
     monkeypatch.setattr(PolicyTrainer, "step", inexact)
     assert finding_places(verify_run(stored, steps=ALL)) == [("weights", f"step {step}") for step in range(3)]
-    monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
+    monkeypatch.setattr(numerics, "describe_numerics", lambda: "another machine")
     result = verify_run(stored, steps=ALL)
     assert not result.is_verified and not result.findings
     assert any("another machine" in line for line in result.unverified)

@@ -193,7 +193,7 @@ async def test_the_batch_of_a_step_is_cached_until_the_step_is_undone(tmp_path: 
         made.append(step)
         return []
 
-    monkeypatch.setattr(step_batches, "consumed_rows", record_step)
+    monkeypatch.setattr(step_batches, "rows_with_advantages", record_step)
     monkeypatch.setattr(step_batches, "batch_metrics", lambda *_: {})
     thread = StoreThread(VersionedStore.create(tmp_path / "s", HEADER), 60.0)
     settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
