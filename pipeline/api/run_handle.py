@@ -11,7 +11,6 @@ import contextlib
 import html
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest, e
 from staleflow.pipeline.jobs.reporter import capturing_warnings
 from staleflow.pipeline.jobs.summary import format_step
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
-from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.stores.printable import printable
 
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 WAITING_PREFIX = "waiting: "
 """How the lines begin that say what a run waits for."""
-Progress = bool | Callable[[RunStatus], object]
+ProgressOption = bool | Callable[[RunStatus], object]
 """Whether to print a line for each step; or a function that is called with the status after each step."""
 
 
@@ -81,7 +79,7 @@ class RunHandle:
     The run goes on while the handle is dropped; when Python exits, it is stopped at its next step.
     """
 
-    def __init__(self, job: Job, *, resume: bool, security: Any, progress: Progress) -> None:
+    def __init__(self, job: Job, *, resume: bool, security: Any, progress: ProgressOption) -> None:
         self._job = job
         self._resume = resume
         self._security = security
@@ -92,11 +90,11 @@ class RunHandle:
         )
         self._stop = StopRequest()
         self._checked_event, self._ended_event = threading.Event(), threading.Event()
+        self._has_passed_check = False
         self._result: RunResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name=f"staleflow {job.name}", daemon=True)
         self._thread.start()
-        _running_handles.add(self)
 
     @property
     def job(self) -> Job:
@@ -169,39 +167,46 @@ class RunHandle:
     def wait_until_checked(self) -> None:
         """Wait until the job is checked. Raises the error of the check."""
         self._checked_event.wait()
-        if self._ended_event.is_set() and isinstance(self._error, ConfigError):
+        if not self._has_passed_check:
+            assert self._error is not None
             raise self._error
 
     def result_or_interrupt(self) -> RunResult:
         """Return `result`; a KeyboardInterrupt meanwhile stops the run, and a second one stops it at once. Raises
-        KeyboardInterrupt if the run was stopped before it began."""
+        KeyboardInterrupt if that stopped the run before it began."""
+        is_interrupted = False
         while True:
             try:
                 return self.result()
             except KeyboardInterrupt:
+                is_interrupted = True
                 self.stop("interrupted")
             except StoppedBeforeStart as error:
-                raise KeyboardInterrupt from error
+                if is_interrupted:
+                    raise KeyboardInterrupt from error
+                raise
 
     # -- the driver's thread ------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
+        _running_handles.add(self)
         try:
             for line in preflight.check_job(self._job):
                 logger.warning(line)
             self._progress.activity = "starting"
+            self._has_passed_check = True
             self._checked_event.set()
             self._result = asyncio.run(self._execute())
             self._progress.activity = self._result.stop_reason
+            self._progress.print(str(self._result))
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = error
-        finally:
-            is_checked = self._checked_event.is_set()
+            if self._has_passed_check:  # else the error is raised at once
+                self._progress.print(str(error))
+        finally:  # after the last line is printed: then Python may exit
             self._ended_event.set()
             self._checked_event.set()
             _running_handles.discard(self)
-            if is_checked:  # else the error is raised at once
-                self._progress.print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
         def print_warning(message: str) -> None:
@@ -231,7 +236,8 @@ class RunHandle:
         return self._progress.activity if self._result is None else self._result.stop_reason
 
 
-_running_handles: weakref.WeakSet[RunHandle] = weakref.WeakSet()
+_running_handles: set[RunHandle] = set()
+"""Copying a set is one operation of CPython, unlike copying a WeakSet: drivers' threads change it meanwhile."""
 
 
 def _stop_all() -> None:

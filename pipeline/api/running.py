@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, load_resumable_job, prepare_job, with_objects
-from staleflow.pipeline.api.run_handle import Progress, RunHandle
+from staleflow.pipeline.api.run_handle import ProgressOption, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.config.knob_tree import Overrides, with_values
@@ -23,7 +23,7 @@ def start(
     *,
     overrides: Overrides | None = None,
     client: Any = None,
-    progress: Progress = False,
+    progress: ProgressOption = False,
     rows: Any = None,
     reward: Any = None,
     **objects: Unpack[JobObjects],
@@ -50,7 +50,7 @@ def start(
         ConfigError: The job has a mistake, its run's name is taken, or an object cannot be sent to workers.
     """
     config = prepare_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    return _start_checked(config, client=client, progress=progress, resume=False)
+    return _start_and_await_check(config, client=client, progress=progress, resume=False)
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
     *,
     overrides: Overrides | None = None,
     client: Any = None,
-    progress: Progress = True,
+    progress: ProgressOption = True,
     rows: Any = None,
     reward: Any = None,
     **objects: Unpack[JobObjects],
@@ -86,13 +86,13 @@ async def run_async(
     *,
     overrides: Overrides | None = None,
     client: Any = None,
-    progress: Progress = True,
+    progress: ProgressOption = True,
     rows: Any = None,
     reward: Any = None,
     **objects: Unpack[JobObjects],
 ) -> RunResult:
     """As `run`, for use in a coroutine: the caller's event loop continues meanwhile. Cancelling it stops the run, and
-    raises CancelledError once the run has ended.
+    raises CancelledError once the run has ended; cancelling it again stops the run at once.
 
     Args:
         job, overrides, client, progress, rows, reward, objects: As in `start`.
@@ -104,14 +104,17 @@ async def run_async(
         ConfigError, StaleflowError: As in `run`.
     """
     config = prepare_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
-    handle = _start_unchecked(config, client=client, progress=progress, resume=False)
-    wait_task = asyncio.ensure_future(asyncio.to_thread(handle.wait))
-    try:
-        await asyncio.shield(wait_task)
-    except asyncio.CancelledError:
-        handle.stop("cancelled")
-        await wait_task
-        raise
+    handle = _start(config, client=client, progress=progress, resume=False)
+    end_future = asyncio.get_running_loop().run_in_executor(None, handle.wait)  # no task, which a loop's end cancels
+    cancellation: asyncio.CancelledError | None = None
+    while not end_future.done():
+        try:
+            await asyncio.shield(end_future)
+        except asyncio.CancelledError as error:
+            handle.stop("cancelled")
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
     return handle.result()
 
 
@@ -120,7 +123,7 @@ def start_resumed(
     overrides: Overrides | None = None,
     *,
     client: Any = None,
-    progress: Progress = False,
+    progress: ProgressOption = False,
 ) -> RunHandle:
     """Resume a stopped, killed or finished run from its newest resume point, in the background of this process.
 
@@ -133,7 +136,8 @@ def start_resumed(
     Raises:
         ConfigError: There is no such run, nothing is left to do, or a value cannot be changed.
     """
-    return _start_checked(load_resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
+    job = load_resumable_job(Path(run_dir), overrides)
+    return _start_and_await_check(job, client=client, progress=progress, resume=True)
 
 
 def resume(
@@ -141,7 +145,7 @@ def resume(
     overrides: Overrides | None = None,
     *,
     client: Any = None,
-    progress: Progress = True,
+    progress: ProgressOption = True,
 ) -> RunResult:
     """Resume a stopped, killed or finished run from its newest resume point, and run it to its end as `run` does.
 
@@ -155,13 +159,17 @@ def resume(
     return start_resumed(run_dir, overrides, client=client, progress=progress).result_or_interrupt()
 
 
-def _start_checked(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
-    handle = _start_unchecked(job, client=client, progress=progress, resume=resume)
-    handle.wait_until_checked()
+def _start_and_await_check(job: Job, *, client: Any, progress: ProgressOption, resume: bool) -> RunHandle:
+    handle = _start(job, client=client, progress=progress, resume=resume)
+    try:
+        handle.wait_until_checked()
+    except BaseException:  # the caller gets no handle
+        handle.stop("interrupted")
+        raise
     return handle
 
 
-def _start_unchecked(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
+def _start(job: Job, *, client: Any, progress: ProgressOption, resume: bool) -> RunHandle:
     """The handle of a run whose job is being checked."""
     security = None
     if client is not None:

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from staleflow.pipeline.config.model_files import find_model_folder, format_context_length, read_architecture
+from staleflow.pipeline.config.model_files import (
+    find_model_folder,
+    format_context_length,
+    read_architecture,
+    vocabulary_size_of,
+)
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.context_length import context_length_of
@@ -91,17 +96,12 @@ def check_teacher_fits(config: RunConfig, policy_json: Mapping[str, Any], refere
             f"teacher.engine.kv_tokens = {kv_tokens} is too small: a trajectory may have {max_tokens} tokens "
             "(rollout.engine.kv_tokens, or the model's context); raise it to that"
         )
-    rows, policy_rows = (int(_text_config(a).get("vocab_size") or 0) for a in (reference_json, policy_json))
+    rows, policy_rows = vocabulary_size_of(reference_json), vocabulary_size_of(policy_json)
     if rows < policy_rows:
         raise ConfigError(
             f"training.kl.reference: its embeddings have {rows} rows, fewer than the policy's {policy_rows}, which may "
             "sample any of them; name a model with as many"
         )
-
-
-def _text_config(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
-    text_config = architecture.get("text_config")
-    return text_config if isinstance(text_config, Mapping) else architecture
 
 
 def _load_configuration(path: str, subject: str) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.context_length import context_length_of
+from staleflow.tasks.engines.context_length import context_length_of, text_config_of
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
@@ -59,22 +59,29 @@ def find_model_folder(path: str, key: str = "model.path") -> Path | None:
         raise ConfigError(f"{subject}: no such folder{home or _describe_neighbours(Path(path))}")
     if "/" in path and Path(path).parent.is_dir():
         raise ConfigError(f"{subject}: no such folder{_describe_neighbours(Path(path))}")
-    if (folder := find_local_model(path)) is None:
-        if "/" not in path:
-            raise ConfigError(f"{subject}: no such folder; a model of the hub is OWNER/NAME")
-        _require_on_hub(path, subject)
-    return folder
+    folder = find_local_model(path)
+    if folder is not None and _has_all_files(folder, subject):
+        return folder
+    if "/" not in path:
+        raise ConfigError(f"{subject}: no such folder; a model of the hub is OWNER/NAME")
+    _require_on_hub(path, subject)
+    return None
 
 
 def find_local_model(path: str) -> Path | None:
-    """The folder with a model's files if it is on this machine. Uses no network."""
+    """The folder with a model's config.json if it is on this machine; of a hub's model, other files may have yet to be
+    fetched. Uses no network."""
     if Path(path).is_dir():
         return Path(path)
     if not HUB_NAME.fullmatch(path):
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached_file = try_to_load_from_cache(path, "config.json")
+    try:
+        cached_file = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
     return Path(cached_file).parent if isinstance(cached_file, str) else None
 
 
@@ -91,8 +98,13 @@ def _describe_neighbours(path: Path) -> str:
 def _require_on_hub(name: str, subject: str) -> None:
     """Raise ConfigError unless the hub has this model."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"{subject}: no such folder, and not a name that a model of the hub has: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"{subject}: no such folder, and not among the models fetched before (HF_HUB_OFFLINE is set)")
     try:
@@ -132,7 +144,8 @@ def format_context_length(architecture: Mapping[str, Any]) -> str:
     >>> format_context_length({"max_position_embeddings": 4096})
     '4096 tokens'
     """
-    context, declared_context = context_length_of(architecture), architecture.get("max_position_embeddings")
+    context = context_length_of(architecture)
+    declared_context = text_config_of(architecture).get("max_position_embeddings")
     if context == declared_context:
         return f"{context} tokens"
     reason = "beyond, longrope would make a row's logprobs depend on its micro-batch"
@@ -144,7 +157,12 @@ def read_vocabulary_size(path: str) -> int:
     folder = find_local_model(path)
     if folder is None or not (folder / "config.json").is_file():
         return 0
-    size = read_architecture(folder, path).get("vocab_size")
+    return vocabulary_size_of(read_architecture(folder, path))
+
+
+def vocabulary_size_of(architecture: Mapping[str, Any]) -> int:
+    """Vocabulary size of a model, from its config.json; 0 if unknown."""
+    size = text_config_of(architecture).get("vocab_size")
     return size if isinstance(size, int) else 0
 
 
@@ -158,7 +176,7 @@ def check_model_files(folder: Path, subject: str) -> None:
             f"{subject}: its config.json says model_type = {model_type!r}, which the installed transformers does not "
             "know"
         )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not _has_tokenizer(folder):
         raise ConfigError(f"{subject}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
     shards = list(_shards(folder, subject))
     if not shards and not any(folder.glob("*.bin")):
@@ -167,11 +185,22 @@ def check_model_files(folder: Path, subject: str) -> None:
         _check_weights(path, subject, architecture.get("vocab_size"))
 
 
-def check_attention(folder: Path, key: str) -> None:
+def _has_all_files(folder: Path, subject: str) -> bool:
+    """Whether a model's tokenizer and all its files of weights are in a folder. Raises ConfigError."""
+    shards = list(_shards(folder, subject))
+    has_weights = all(path.is_file() for path in shards) if shards else any(folder.glob("*.bin"))
+    return has_weights and _has_tokenizer(folder)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def check_attention(folder: Path, subject: str) -> None:
     """Raise ConfigError if the transformers engine cannot batch a model. Its code in transformers, which is searched as
-    text, must compute attention through the attention interface over the whole cache, or have no attention. key: the
-    model's key in the job file and its value, for messages."""
-    model_type = read_architecture(folder, key).get("model_type")
+    text, must compute attention through the attention interface over the whole cache, or have no attention.
+    subject: names the model in messages."""
+    model_type = read_architecture(folder, subject).get("model_type")
     code = _modeling_code(model_type) if isinstance(model_type, str) else ""
     why = ""
     if code and ATTENTION_INTERFACE not in code and RECURRENT_STATE_CALL not in code:
@@ -182,7 +211,7 @@ def check_attention(folder: Path, key: str) -> None:
         why = "attends to what an index of its own selects"
     if why:
         raise ConfigError(
-            f"{key}: a model of model_type = {model_type!r} {why}, so the transformers engine cannot batch it; set "
+            f"{subject}: a model of model_type = {model_type!r} {why}, so the transformers engine cannot batch it; set "
             'rollout.engine.name = "vllm", or choose another model'
         )
 
@@ -224,7 +253,7 @@ def _shards(folder: Path, subject: str) -> Iterator[Path]:
         yield folder / "model.safetensors"
 
 
-def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
+def _check_weights(path: Path, subject: str, vocabulary_size: object) -> None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -235,11 +264,11 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{subject}: {path.name} cannot be read: {error}; copy the model again") from error
     num_rows = (v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDING_NAME_ENDS))
-    rows = vocabulary and next(num_rows, vocabulary)
-    if rows != vocabulary:
+    rows = vocabulary_size and next(num_rows, vocabulary_size)
+    if rows != vocabulary_size:
         raise ConfigError(
-            f"{subject}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "
-            "the model again"
+            f"{subject}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary_size}; "
+            "copy the model again"
         )
     if size < file_bytes:
         raise ConfigError(f"{subject}: {path.name} is truncated: {size} of {file_bytes} bytes; copy the model again")

@@ -132,7 +132,8 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     label = f"model.path = {config.model.path!r}"
     if not config.model.path:
         raise ConfigError("--gpus: the job names no model: set model.path to a folder; its config.json has the sizes")
-    folder = find_model_folder(config.model.path) if config.has_texts else None
+    path = config.model.path
+    folder = (find_local_model(path) or find_model_folder(path)) if config.has_texts else None
     if folder is None:
         raise ConfigError(f"--gpus: {label} is not on this machine; its config.json has the sizes")
     devices = [device for host in hosts for device in host.devices]

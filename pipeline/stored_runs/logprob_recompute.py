@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config.knob_tree import with_values
 from staleflow.pipeline.config.model_facts import inspect_model
-from staleflow.pipeline.config.model_files import check_model_files, find_model_folder, read_architecture
+from staleflow.pipeline.config.model_files import check_model_files, find_model_folder, read_vocabulary_size
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import cache_per_process, open_pool, open_store_at, require_all_rows
@@ -190,10 +190,10 @@ def _check_model(model: str, store: VersionedStore) -> None:
     if folder is None:
         return
     check_model_files(folder, subject)
-    count = read_architecture(folder, subject).get("vocab_size")
+    count = read_vocabulary_size(str(folder))
     rows = store.trajectories_in_range(0, min(MAX_CALL_ROWS, store.summary().num_rows))
     largest_token = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
-    if isinstance(count, int) and largest_token >= count:
+    if 0 < count <= largest_token:
         raise ConfigError(
             f"{subject}: its vocabulary has {count} tokens, the run's responses use token {largest_token}; name a "
             "checkpoint of the run, or of its base model"

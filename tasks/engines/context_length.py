@@ -1,4 +1,4 @@
-"""The context length of a model, from its configuration. Pure."""
+"""The context length of a model, and the part of its configuration that is about text. Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ UNLIMITED = 2**31
 """Context length in tokens of a model whose configuration has none."""
 
 
+def text_config_of(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a model's language model, which models of several media have as `text_config`; what that
+    leaves out is the whole model's."""
+    text_config = architecture.get("text_config")
+    if not isinstance(text_config, Mapping):
+        return dict(architecture)
+    return {**architecture, **{key: value for key, value in text_config.items() if value is not None}}
+
+
 def context_length_of(architecture: Mapping[str, Any]) -> int:
     """The context length of a model in tokens, from its configuration.
 
@@ -16,6 +25,7 @@ def context_length_of(architecture: Mapping[str, Any]) -> int:
     longest row of a pass exceeds the limit of the short factors. Logprobs of a row would then depend on the other rows
     of the pass, so the context ends at this limit.
     """
+    architecture = text_config_of(architecture)
     declared_context = architecture.get("max_position_embeddings")
     context = declared_context if isinstance(declared_context, int) and declared_context > 0 else UNLIMITED
     for rope in _rotary_settings(architecture):

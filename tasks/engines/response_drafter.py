@@ -1,13 +1,15 @@
 """Draft tokens for speculative decoding from known texts of the same prompt.
 
 Known texts of a prompt are the prompt itself, the responses to it that this engine samples or has sampled, in any
-epoch, and those passed to `add_response`. A draft continues with the tokens that followed the longest suffix match;
-several matches vote on each token. It ends where its tokens are no longer likely enough to be sampled.
+epoch, and those passed to `add_response`. A draft continues with the tokens that followed the longest suffix match
+among the latest occurrences of the text's last two tokens; several matches vote on each token. It ends where its tokens
+are no longer likely enough to be sampled.
 
 Invariants:
 - A draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only where the
   policy samples it (docs/speculation.md).
-- Memory is bounded.
+- Memory is bounded: each time a text is added, at most `max_indexed_tokens` are kept; or, if the texts and prompts of
+  running requests alone are more, twice those.
 - All methods except `begin`, `add_response` and `drafted_trajectories` must be called by the decoding thread. Those
   three are safe in any thread: each is one insertion into, or one copy of, a dict or deque, which CPython does at once,
   and the decoding thread iterates over copies. Only the decoding thread changes the index.
@@ -27,6 +29,8 @@ MIN_MATCH_LENGTH = 2
 """Minimum length of a match, in tokens; matches are looked up by their last two tokens."""
 MAX_MATCH_LENGTH = 16
 """Length at which the comparison of a match ends, in tokens."""
+MAX_OCCURRENCES = 32
+"""Maximum number of occurrences of a text's last two tokens that are compared with its suffix; the latest ones."""
 MAX_MATCHES = 16
 """Maximum number of matches that vote on a token; the latest ones are used."""
 MIN_LIKELIHOOD = 0.3
@@ -39,7 +43,8 @@ PRIOR_WEIGHT = 8
 DECAY_COUNT = 1000
 """Count at which counts are halved, so that old observations decay: responses change as the policy learns."""
 MAX_INDEXED_TOKENS = 500_000
-"""Maximum number of indexed tokens of all prompts, at 12 to 150 bytes per token, more for novel text."""
+"""Number of indexed tokens of all prompts above which ended responses are dropped, at 12 to 150 bytes per token, more
+for novel text. The texts of running requests are never dropped."""
 MAX_PENDING_RESPONSES = 1024
 """Maximum number of responses of other engines that wait to be indexed, which happens when a request drafts. The latest
 ones are kept."""
@@ -75,11 +80,6 @@ class PromptIndex:
         self._responses: dict[TrajectoryId, IndexedText] = {}
         self.extend(self._add_text(), prompt)
 
-    @property
-    def has_ended_responses(self) -> bool:
-        """Whether the index holds responses that have ended."""
-        return len(self._texts) > 1 + self.num_running
-
     def update_response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> IndexedText:
         """Return the text of a trajectory's response, updated to these tokens. If they continue its earlier text, that
         is extended."""
@@ -109,8 +109,8 @@ class PromptIndex:
             text.previous_match.append(previous)
 
     def matches(self, text: IndexedText) -> tuple[int, list[tuple[IndexedText, int]]]:
-        """Return the length of the longest match of a text's suffix, and all matches of that length as (text,
-        position). Only matches that are followed by a token count."""
+        """Return the length of the longest match of a text's suffix among the latest MAX_OCCURRENCES of its last two
+        tokens, and the latest MAX_MATCHES of that length as (text, position). Only those followed by a token count."""
         max_length = 0
         matches: list[tuple[IndexedText, int]] = []
         encoded_position = (
@@ -118,7 +118,7 @@ class PromptIndex:
             if len(text.tokens) >= MIN_MATCH_LENGTH
             else NO_POSITION
         )
-        for _ in range(2 * MAX_MATCHES):
+        for _ in range(MAX_OCCURRENCES):
             if encoded_position == NO_POSITION:
                 break
             other, position = self._texts[encoded_position >> 32], encoded_position & _POSITION_MASK
@@ -185,13 +185,13 @@ class _Prediction(NamedTuple):
 class _DraftedRequest:
     """A running request. Its text is indexed when it is first drafted for, or when its first token arrives.
 
-    num_prompt_tokens: length of the common prefix of context and prompt. response: the context after that prefix.
+    num_shared_tokens: length of the common prefix of context and prompt. response: the context after that prefix.
     """
 
     trajectory: TrajectoryId
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    num_prompt_tokens: int
+    num_shared_tokens: int
     index: PromptIndex | None = None
     text: IndexedText = field(default_factory=lambda: IndexedText(0))
     predictions: list[_Prediction] = field(default_factory=list)
@@ -202,9 +202,9 @@ class Drafter:
 
     Args:
         max_length: Maximum length of a draft, in tokens.
-        max_running: No drafts while more requests run.
+        max_running: No drafts while more requests run; their texts are indexed all the same.
         end_token_ids: Tokens that end a response.
-        max_indexed_tokens: Tokens indexed for all prompts together, about.
+        max_indexed_tokens: Indexed tokens of all prompts above which ended responses are dropped when a text is added.
     """
 
     def __init__(
@@ -247,9 +247,9 @@ class Drafter:
         differing_positions = (
             i for i, (prompt_token, token) in enumerate(zip(prompt, context, strict=False)) if prompt_token != token
         )
-        num_prompt_tokens = next(differing_positions, min(len(prompt), len(context)))
-        response = tuple(context[num_prompt_tokens:])
-        self._requests[key] = _DraftedRequest(trajectory, tuple(prompt), response, num_prompt_tokens)
+        num_shared_tokens = next(differing_positions, min(len(prompt), len(context)))
+        response = tuple(context[num_shared_tokens:])
+        self._requests[key] = _DraftedRequest(trajectory, tuple(prompt), response, num_shared_tokens)
 
     def add_response(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
         """Add a response that was sampled elsewhere or earlier. Thread-safe."""
@@ -266,7 +266,7 @@ class Drafter:
         request = self._requests.get(key)
         if request is None:
             return None
-        return request.num_prompt_tokens + len(request.response if request.index is None else request.text.tokens)
+        return request.num_shared_tokens + len(request.response if request.index is None else request.text.tokens)
 
     def extend(self, key: str, tokens: Sequence[int]) -> None:
         """Add tokens that a request has sampled, and count the draft tokens that were right. Ignores unknown
@@ -346,17 +346,29 @@ class Drafter:
 
     def _evict(self) -> None:
         """Evict least recently used prompts while there are too many tokens; for a prompt with running requests, drop
-        only its ended responses."""
+        only its ended responses. If the running texts alone are too many, only where these are half of a prompt's
+        tokens or less: else each added text would have all running ones indexed again."""
         excess = self.num_tokens - self._max_indexed_tokens
+        if excess <= 0:
+            return
+        requests = tuple(self._requests.values())  # a copy: another thread may add requests
+        num_running_tokens = Counter(
+            {index: len(prompt) for prompt, index in self._indices.items() if index.num_running}
+        )
+        for request in requests:
+            if request.index is not None:
+                num_running_tokens[request.index] += len(request.text.tokens)
+        exceeds_alone = num_running_tokens.total() > self._max_indexed_tokens
         for prompt, index in list(self._indices.items()):
             if excess <= 0:
                 return
+            num_ended_tokens = index.num_tokens - num_running_tokens[index]
             if not index.num_running:
                 del self._indices[prompt]
                 excess -= index.num_tokens
-            elif index.has_ended_responses:
+            elif num_ended_tokens >= (index.num_tokens / 2 if exceeds_alone else 1):
                 new_index = PromptIndex(prompt)
-                for request in tuple(self._requests.values()):  # a copy: another thread may add requests
+                for request in requests:
                     if request.index is index:
                         request.text = new_index.update_response(request.trajectory, request.text.tokens)
                         request.index = new_index

@@ -106,8 +106,8 @@ class AdaptedLinear(torch.nn.Linear):
 
 
 class ServedAdapters:
-    """The adapters of a model. `check` may be called from any thread; all other methods only from the thread that runs
-    the model."""
+    """The adapters of a model. `prepare` may be called from any thread; all other methods only from the thread that
+    runs the model."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
         self.versions = PassVersions()
@@ -116,18 +116,19 @@ class ServedAdapters:
         self._shapes = weight_folder.shapes(dict(model.named_parameters()))
         self._layers: dict[str, AdaptedLinear] = {}
 
-    def check(self, tensors: AdapterTensors, file: Path) -> tuple[list[AdapterLayer], AdapterTensors]:
-        """Convert a version's adapter to the form that `add` takes. Raises StoreError if it is not an adapter of this
-        model."""
+    def prepare(self, tensors: AdapterTensors, file: Path) -> tuple[list[AdapterLayer], AdapterTensors]:
+        """Check a version's adapter, and move it to the model's device for `add`. Raises StoreError if it is not an
+        adapter of this model."""
         layers = adapters.parse_layers(weight_folder.shapes(tensors), file)
         adapters.check_layers(layers, self._config.rank, self._shapes, file)
         for layer in layers:
-            if not isinstance(self._model.get_submodule(layer.module), torch.nn.Linear):
+            module = self._model.get_submodule(layer.module)
+            if type(module).forward not in (torch.nn.Linear.forward, AdaptedLinear.forward):
                 raise StoreError(f"{file}: the model's {layer.module} is not a linear layer and cannot have an adapter")
         return layers, {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
 
     def add(self, version: PolicyVersion, layers: Sequence[AdapterLayer], tensors: AdapterTensors) -> None:
-        """Serve an adapter that `check` has returned."""
+        """Serve an adapter that `prepare` has returned."""
         for layer in layers:
             if layer.module not in self._layers:
                 base: Any = self._model.get_submodule(layer.module)

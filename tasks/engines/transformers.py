@@ -73,7 +73,7 @@ class TransformersEngine(EngineThread):
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         published = weight_folder.read(weights)
         if self._adapters is not None:
-            layers, tensors = self._adapters.check(published, weights)
+            layers, tensors = self._adapters.prepare(published, weights)
             self._call(lambda: self._serve_adapter(version, layers, tensors)).result()
         else:
             tensors = dict(self._model.named_parameters())

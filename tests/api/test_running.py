@@ -18,6 +18,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import staleflow
+from staleflow.pipeline.api.run_handle import RunHandle, RunProgress
+from staleflow.pipeline.config import preflight
 from staleflow.pipeline.jobs.execution import StoppedBeforeStart
 from staleflow.stores.errors import ConfigError, RunStuck
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -27,6 +29,10 @@ from tests.support import forking
 
 ROWS = [{"prompt": f"{i}+{k}=", "answer": str(i + k)} for i in range(10) for k in range(4)]
 LENGTH = 3
+SUMMARY = {
+    "steps": 2, "reward_first": 0.25, "reward_last": 0.5, "evaluations": [], "staleness_histogram": {"0": 4},
+    "eta": 1, "tokens_per_s": 10.0, "seconds": {},
+}  # fmt: skip
 
 
 def answer_distance(text: str) -> float:
@@ -192,6 +198,81 @@ def test_a_run_stopped_before_its_start_has_no_result(tmp_path: Path) -> None:
     assert handle.status().state == "stopped"
 
 
+def test_an_interrupt_during_the_check_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[RunHandle] = []
+
+    def interrupt(handle: RunHandle) -> None:
+        handles.append(handle)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunHandle, "wait_until_checked", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        staleflow.start(emulated(tmp_path))
+    with pytest.raises(StoppedBeforeStart, match="interrupted"):
+        handles[0].result()
+
+
+def test_any_error_of_the_check_is_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(job: staleflow.Job) -> list[str]:
+        raise ValueError("a fault of the check")
+
+    monkeypatch.setattr(preflight, "check_job", fail)
+    with pytest.raises(ValueError, match="a fault of the check"):
+        staleflow.start(emulated(tmp_path))
+
+
+def test_the_last_line_is_printed_before_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a script that ends then would not print it."""
+    handles, ended_at_print = [], []
+
+    async def execute(handle: RunHandle) -> staleflow.RunResult:
+        handles.append(handle)
+        return staleflow.RunResult(run_dir=tmp_path, stop_reason="", summary=SUMMARY)
+
+    monkeypatch.setattr(RunHandle, "_execute", execute)
+    monkeypatch.setattr(RunProgress, "print", lambda progress, line: ended_at_print.append(handles[0].done))
+    assert staleflow.start(emulated(tmp_path), progress=True).wait(120)
+    assert ended_at_print == [False]
+
+
+def test_a_stop_before_the_start_is_an_interrupt_only_for_the_call_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(handle: RunHandle) -> staleflow.RunResult:
+        raise StoppedBeforeStart("by another thread")
+
+    monkeypatch.setattr(RunHandle, "_execute", stop)
+    with pytest.raises(StoppedBeforeStart, match="by another thread"):
+        staleflow.run(emulated(tmp_path), progress=False)
+
+
+async def test_a_coroutine_cancelled_twice_waits_for_the_end_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, released = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    async def execute(handle: RunHandle) -> staleflow.RunResult:
+        loop.call_soon_threadsafe(begun.set)
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        return staleflow.RunResult(run_dir=tmp_path, stop_reason="cancelled", summary=SUMMARY)
+
+    monkeypatch.setattr(RunHandle, "_execute", execute)
+    running = asyncio.ensure_future(staleflow.run_async(emulated(tmp_path), progress=False))
+    await begun.wait()
+    try:
+        for _ in range(2):
+            running.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert not running.done()
+    finally:
+        released.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> None:
     first = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -334,11 +415,7 @@ def test_a_job_of_a_wrong_type_is_rejected() -> None:
 
 
 def test_repr_of_a_result_is_one_line() -> None:
-    summary = {
-        "steps": 2, "reward_first": 0.25, "reward_last": 0.5, "evaluations": [], "staleness_histogram": {"0": 4},
-        "eta": 1, "tokens_per_s": 10.0, "seconds": {},
-    }  # fmt: skip
-    result = staleflow.RunResult(run_dir=Path("runs/a"), stop_reason="", summary=summary)
+    result = staleflow.RunResult(run_dir=Path("runs/a"), stop_reason="", summary=SUMMARY)
     assert repr(result) == (
         "<RunResult runs/a: steps 2, reward 0.250 at first, 0.500 at last, staleness 0: 4 (eta 1), tokens/s 10>"
     )

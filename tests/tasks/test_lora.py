@@ -20,6 +20,7 @@ from staleflow.stores.weights.weight_hash import sorted_tensors
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.served_adapters import ServedAdapters
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import SINGLE_RANK
@@ -220,3 +221,24 @@ def test_tensors_that_are_not_an_adapter_are_rejected() -> None:
     ):
         with pytest.raises(StoreError, match=message):
             adapters.parse_layers(shapes, "f")
+
+
+class Router(torch.nn.Linear):  # type: ignore[misc]
+    """A linear layer that returns more than its product, as Llama 4 has."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), input
+
+
+def test_only_layers_that_can_be_adapted_have_an_adapter_served() -> None:
+    tensors = {
+        "base_model.model.x.lora_A.weight": torch.ones(2, 8), "base_model.model.x.lora_B.weight": torch.ones(8, 2),
+    }  # fmt: skip
+    model: Any = torch.nn.ModuleDict({"x": torch.nn.Linear(8, 8)})
+    model.device = torch.device("cpu")
+    served = ServedAdapters(model, LoraConfig(rank=2))
+    for version in (PolicyVersion(1), PolicyVersion(2)):
+        served.add(version, *served.prepare(tensors, Path("f")))
+    model["x"] = Router(8, 8)
+    with pytest.raises(StoreError, match=r"^f: the model's x is not a linear layer and cannot have an adapter$"):
+        ServedAdapters(model, LoraConfig(rank=2)).prepare(tensors, Path("f"))

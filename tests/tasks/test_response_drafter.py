@@ -218,6 +218,18 @@ def test_indexed_tokens_are_bounded_and_running_requests_are_never_evicted(promp
     assert one.draft("1000", 4)[:1] == [23]
 
 
+def test_running_texts_above_the_limit_are_not_indexed_again_for_each_ended_response() -> None:
+    one, indices, num_running_tokens = drafter(max_indexed_tokens=100), [], len(PROMPT) + 200
+    begin_request(one, "0", tuple(range(200)))
+    for i in range(1, 40):
+        begin_request(one, str(i), RESPONSE)
+        one.end(str(i))
+        indices.append(one._requests["0"].index)
+        assert one.num_tokens <= 2 * num_running_tokens + len(RESPONSE)
+    assert len(set(indices)) == 2
+    assert one.num_tokens < num_running_tokens + 39 * len(RESPONSE)
+
+
 def test_a_request_may_begin_in_another_thread_during_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dict changed during iteration would end the decode thread and the engine."""
     one, response = drafter(max_indexed_tokens=60), PromptIndex.update_response
