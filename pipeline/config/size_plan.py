@@ -25,10 +25,11 @@ NOTHING_HELPS = "no change of instances, dtype, recompute, micro-batch, cache, r
 
 def memory_settings(config: RunConfig, num_gpus: int) -> MemorySettings:
     """The values of a job that determine its memory. A response is counted with a prompt of workload.prompt_tokens. A
-    teacher computes logits of all tokens of a pass."""
+    row longer than training.microbatch_tokens is a pass of its own. A teacher computes logits of all tokens of a
+    pass."""
     training, teacher = config.training, config.teacher.engine
     max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
-    pass_tokens = min(training.microbatch_tokens, config.trajectories_per_step * max_length)
+    pass_tokens = min(max(training.microbatch_tokens, max_length), config.trajectories_per_step * max_length)
     teacher = dataclasses.replace(teacher, max_running=teacher.max_batch_tokens)
     reference = config.training.kl.reference or ("" if training.lora.rank else config.model.path)
     holds_reference = config.needs_reference and not config.teachers
@@ -94,15 +95,15 @@ def gpu_split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
         return ""
     job, shape = memory_settings(config, num_gpus), _model_shape(config, config.model.path)
     powers = (2**power for power in range(11))
-    num_ranks = (n for n in powers if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
+    min_ranks = next(n for n in powers if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
     responses, prompt_tokens = config.trajectories_per_step, config.workload.prompt_tokens
     tokens = mean_response_tokens(config)
     batch_tokens = responses * (prompt_tokens + tokens)
-    step_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
+    train_s = config.simulation.train_s + config.simulation.train_s_per_token * batch_tokens
     sample_s = estimate_sample_s(config.rollout.cost, job.engine, responses, tokens, prompt_tokens)
     split = propose_gpu_split(
-        sample_s, step_s * config.training.ranks, num_gpus - job.num_teacher_gpus, memory.num_gpus_of(job.engine),
-        next(num_ranks),
+        sample_s, train_s * config.training.ranks, num_gpus - job.num_teacher_gpus, memory.num_gpus_of(job.engine),
+        min_ranks,
     )  # fmt: skip
     if split is None:
         return ""

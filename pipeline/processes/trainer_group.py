@@ -29,14 +29,14 @@ def follower_names(config: RunConfig) -> list[str]:
     return [rank_name(number) for number in range(1, config.training.ranks)]
 
 
-def role_of(name: str) -> str:
+def restored_actor(name: str) -> str:
     """Return the name under which the loss of an actor is recorded and recovered: all ranks count as the trainer."""
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
 def list_lost_together(name: str, placed: Iterable[str]) -> list[str]:
     """Return the names of the placed actors that are lost together with the actor of this name."""
-    return [other for other in placed if other == name or role_of(other) == name]
+    return [other for other in placed if restored_actor(other) == restored_actor(name)]
 
 
 async def place_trainer(

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 
 from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.clock import RunClock, now_s
-from staleflow.pipeline.processes.trainer_group import role_of
+from staleflow.pipeline.processes.trainer_group import restored_actor
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
@@ -92,7 +92,7 @@ class RoleRecovery:
     async def wait_while_restoring(self, name: str) -> None:
         """Wait while an actor is being restored; it is placed before it has its state. Raises ActorLost if restoring
         fails."""
-        if (task := self._restorations.get(role_of(name))) is not None:
+        if (task := self._restorations.get(restored_actor(name))) is not None:
             await asyncio.shield(task)
 
     async def watch(self) -> None:
@@ -125,7 +125,7 @@ class RoleRecovery:
             ActorLost: Restoring failed, or `loss_error` itself if the actor cannot be restored. Also during the run's
                 start, when another attempt would miss its deadline again.
         """
-        role = role_of(loss_error.actor)
+        role = restored_actor(loss_error.actor)
         if role not in ("trainer", "server") or not self._is_started:
             raise loss_error
         if isinstance(loss_error, ActorSilent) and not self._actors.trained_fingerprints:
@@ -168,7 +168,7 @@ class RoleRecovery:
             except NoFreeWorker as error:
                 raise ActorLost(f"{loss_error}; {error}", role) from error
             except ActorLost as next_loss:
-                if role_of(next_loss.actor) != role:
+                if restored_actor(next_loss.actor) != role:
                     raise
                 loss_error = next_loss
 

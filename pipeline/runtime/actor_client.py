@@ -130,7 +130,7 @@ class ActorClient:
                     num_false_server_losses += 1
                     continue
                 loss_error = ActorLost(f"{name} does not reach the server, which answers: {loss_error}", name)
-            if is_restore_call and trainer_group.role_of(loss_error.actor) == name:
+            if is_restore_call and trainer_group.restored_actor(loss_error.actor) == name:
                 raise loss_error
             await self.recovery.wait_until_restored(loss_error, called_s)
 
@@ -165,7 +165,7 @@ class ActorClient:
         request = call_actor(
             self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, timeout_setting=limit_name
         )
-        role = trainer_group.role_of(name)
+        role = trainer_group.restored_actor(name)
         return await (self._result_or_loss(role, request) if role in ("trainer", "server") else request)
 
     async def _result_or_loss(self, role: str, request: Coroutine[Any, Any, Any]) -> Any:

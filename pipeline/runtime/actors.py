@@ -125,7 +125,7 @@ class Actors(WeightPublisher):
                     f"rollout.engine cannot be updated by this trainer: {error}; use another engine or model"
                 ) from error
             except ActorLost as loss_error:
-                role = trainer_group.role_of(loss_error.actor)
+                role = trainer_group.restored_actor(loss_error.actor)
                 if role.partition(".")[0] != name:
                     raise
                 self.record_loss(role, loss_error)

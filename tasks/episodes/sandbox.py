@@ -44,7 +44,7 @@ async def run_python(code: str, *, timeout_s: float, memory_mib: int) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         await _reap(process)
     text = output[:MAX_OUTPUT_BYTES].decode("utf-8", "replace").rstrip()
-    if not failure and process.returncode and process.returncode > 1:
+    if not failure and process.returncode not in (0, 1):  # negative: by a signal
         failure = "error: the process was killed"
     return "\n".join(filter(None, (text, failure))) or "(no output)"
 

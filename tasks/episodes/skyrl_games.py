@@ -21,6 +21,7 @@ def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows, use
         use: Which rows are held out.
     """
     import skyrl_gym
+    from omegaconf import OmegaConf
     from skyrl_gym.envs.registration import registry
 
     if name not in registry:
@@ -29,10 +30,11 @@ def open_game(name: str, options: Mapping[str, Any], label: str, data: Rows, use
         raise ConfigError(
             f"{label}: task.options.{min(unknown_options)}: unknown; there are rows, the data set, and env_config"
         )
+    env_config = OmegaConf.create(dict(options.get("env_config") or {}))  # environments read its keys as attributes
     rows = RowSource(data, Columns(answer=""), f"{label}: rows", use)
 
     def make() -> SkyRLGame:
-        return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)
+        return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=env_config, extras=row), rows)
 
     with raised_as(ConfigError, f"{label}: cannot be made with its first row", Exception, describe=error_line):
         make().reset(0, {"index": 0, "held_out": False})

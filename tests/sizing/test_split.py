@@ -66,3 +66,10 @@ def test_a_jobs_split_counts_mean_responses_and_the_work_of_all_ranks(
     with_double = dataclasses.replace(job, workload=dataclasses.replace(job.workload, median=2 * job.workload.median))
     size_plan.gpu_split_line(with_double, 8, 0)
     assert works[1][0] > 1.8 * works[0][0]
+
+
+def test_a_row_longer_than_a_micro_batch_is_planned_as_a_pass_of_its_own() -> None:
+    job = RunConfig()
+    job = dataclasses.replace(job, rollout=dataclasses.replace(job.rollout, max_new_tokens=40_000))
+    settings = size_plan.memory_settings(job, 1)
+    assert settings.training.microbatch_tokens == settings.max_length > 40_000

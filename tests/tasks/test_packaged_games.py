@@ -190,6 +190,8 @@ def test_environments_of_skyrl_gym(tmp_path: Path) -> None:
     assert answers[0].messages[0].role == "user" and "tentative numeric answer" in answers[0].messages[0].content
     assert [answer.ended for answer in answers] == [False, False, True]
     assert answers[2].reward == pytest.approx(1.0 + 0.2 / 3)
+    config = {"search_url": "http://127.0.0.1:9/retrieve", "topk": 3, "timeout": 1, "log_requests": False}
+    asyncio.run(EpisodeHost(settings("skyrl_gym:search", rows=f"jsonl:{rows}", env_config=config)).check())
     names = {}
     for name, count in (("train", 6), ("test", 9)):
         lines = ({**one, "prompt": [{"role": "user", "content": f"{name} {i}"}]} for i in range(count))
