@@ -113,7 +113,7 @@ async def transfer(num_bytes: int, instances: int, times: int, folder: Path) -> 
                 for _ in range(num_bytes // MIB):
                     file.write(data)
                 file.write(data[: num_bytes % MIB])
-            transfers.publish(version, HOSTS[0], num_bytes)
+            transfers.record_published(version, HOSTS[0], num_bytes)
             before = copied_s(source, folder / "copy")
             read = await actors.ask(f"parameters-{HOSTS[0]}", "bytes_read")
             resident = await actors.ask(f"resident-{HOSTS[1]}", "begin")

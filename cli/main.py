@@ -62,7 +62,7 @@ PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 @click.group(
     cls=LazyGroup,
     sections=SECTIONS,
-    subgroups=("store",),
+    subgroups=("config", "store"),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(package_name="staleflow", message="%(prog)s %(version)s")

@@ -64,7 +64,7 @@ class WeightPublisher(ActorClient):
     def record_published(self, published: PublishedStep) -> None:
         """Record a published version, which instances can pull from now on."""
         self._published_steps[published.version] = published
-        self._transfers.publish(published.version, self._trainer_host, published.num_bytes)
+        self._transfers.record_published(published.version, self._trainer_host, published.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
@@ -174,7 +174,7 @@ class WeightPublisher(ActorClient):
         started_s = now_s()
         path = await self._fetch(instance.placed_actor, version)
         await self._device_turns.wait_and_mark_awake(instance.id)
-        within_s = self._transfers.timeout_s(version)
+        within_s = self._transfers.load_timeout_s(version)
         instance.is_loading = True
         expected_weights = self.verification.expected_weights(self._published_steps[version])
         check: WeightCheck = await self.ask(

@@ -54,7 +54,7 @@ class StoredTrajectory:
     advantage: float
     """0 if it was not consumed."""
     loss_mask: bool
-    """Whether its sampled tokens carried gradient."""
+    """Whether it was scored, so that a loss applies to its sampled tokens."""
     error: str
     """Why its reward could not be computed; empty if it could."""
     reward_parts: Mapping[str, float]
@@ -161,7 +161,7 @@ class ConsumedBatch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the batch equals the one that the trainer received, bit for bit."""
+        """Whether tokens, logprobs, versions, rewards and advantages equal those that the trainer received, bit for bit."""
         return self.fingerprint == self.record.batch_fingerprint
 
 

@@ -97,13 +97,13 @@ class WeightTransfers:
         self._bytes_on_hosts: dict[tuple[PolicyVersion, str], int] = {}
         """Largest number of bytes of a version that a host has reported while it fetches."""
 
-    def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
+    def record_published(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
         """Record that a host has a version which others can fetch. After a version is published again, two hosts may
         have it."""
         self._trees.setdefault(version, BroadcastTree(host)).mark_complete(host)
         self._num_bytes[version] = num_bytes
 
-    def timeout_s(self, version: PolicyVersion) -> float:
+    def load_timeout_s(self, version: PolicyVersion) -> float:
         """Timeout for reading, hashing or loading a version, in seconds."""
         return transfer_timeout_s(self._call_s, self._num_bytes[version])
 
@@ -120,7 +120,7 @@ class WeightTransfers:
         tree, num_bytes = self._trees[version], self._num_bytes[version]
         server_name, started_s = f"parameters-{host}", now_s()
         sources = self._sources(tree.join(host))
-        next_warning_s = self.timeout_s(version)
+        next_warning_s = self.load_timeout_s(version)
         try:
             while not (progress := await self._ensure(server_name, version, num_bytes, sources)).path:
                 self._count_bytes(version, host, progress.num_bytes)

@@ -118,7 +118,8 @@ class UserLoss(UserCode, Loss):
 
     @property
     def is_tokenwise(self) -> bool:
-        return bool(getattr(self.code, "is_tokenwise", False))
+        earlier_name = getattr(self.code, "by_token", False)  # in the code of runs stored before
+        return bool(getattr(self.code, "is_tokenwise", earlier_name))
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]

@@ -218,7 +218,7 @@ async def test_transfers_forget_versions_that_are_not_used() -> None:
 
     transfers = WeightTransfers(Servers(), 5.0)
     for version in map(PolicyVersion, range(SOME + 10)):
-        transfers.publish(version, "one", 10)
+        transfers.record_published(version, "one", 10)
         assert await transfers.fetch(version, "two") == "v"
         transfers.remove_unused(())
     assert transfers.bytes_arrived == 5 * (SOME + 10)

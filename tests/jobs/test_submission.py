@@ -25,7 +25,7 @@ class KilledError(BaseException):
 
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
-    cluster = ClusterAddress(address=jobs.cluster.read_scheduler_address)
+    cluster = ClusterAddress(address=jobs.cluster.scheduler_address)
     return await job_driver.submit(loading.load(job), cluster, resume=resume)
 
 
