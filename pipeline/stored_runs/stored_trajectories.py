@@ -161,7 +161,7 @@ class ConsumedBatch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether tokens, logprobs, versions, rewards and advantages equal those that the trainer received, bit for bit."""
+        """Whether tokens, logprobs, versions, rewards and advantages equal, bit for bit, those that the trainer got."""
         return self.fingerprint == self.record.batch_fingerprint
 
 
