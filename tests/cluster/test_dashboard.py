@@ -148,7 +148,9 @@ def test_a_job_links_to_its_run_page(tmp_path: Path) -> None:
 
     async def look(client: Any, address: str) -> None:
         await job_registry.ask(client, "submit", id="here", name="here", run_dir=str(run.run_dir), steps=9)
-        first, second = [json.loads(await get(await landing(f"{address}staleflow/run/here") + "api/overview")) for _ in "12"]
+        first, second = [
+            json.loads(await get(await landing(f"{address}staleflow/run/here") + "api/overview")) for _ in "12"
+        ]
         assert (first["name"], first["num_steps"]) == ("page", 1)
         assert first == second
         pages = {c.pid for c in psutil.Process().children() if "view" in c.cmdline()}

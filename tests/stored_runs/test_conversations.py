@@ -181,7 +181,7 @@ def test_rows_without_a_response_are_not_among_the_responses_that_failed(
     )
 
     class OneBlock:
-        def blocks(self, count: int) -> list[tuple[int, int]]:
+        def split_rows(self, count: int) -> list[tuple[int, int]]:
             return [(0, count)]
 
         def run(self, function: object, calls: object) -> list[tuple[int, reward_rescoring.ScoredBlock]]:
