@@ -32,7 +32,7 @@ class DroppingLedger(StalenessLedger):
         super().__init__(**sizes)
         self._reservations_per_step = UNLIMITED
 
-    def ready(self) -> bool:
+    def is_batch_ready(self) -> bool:
         return self._has_batch()
 
 
