@@ -207,10 +207,12 @@ class RolloutInstance:
         self._asleep = True
 
     async def _may_deliver(self, timeout_s: float) -> bool:
-        """Return True if the weights under which tokens were sampled are checked. Waits up to `timeout_s` for a
-        pull."""
-        if self._latest_pull is not None:
-            await asyncio.wait({self._latest_pull}, timeout=timeout_s)
+        """Return True if the weights under which tokens were sampled are checked. Waits up to `timeout_s` for a pull,
+        and for pulls that begin meanwhile."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        while self._latest_pull is not None and self._is_pulling and loop.time() < end_s:
+            await asyncio.wait({self._latest_pull}, timeout=end_s - loop.time())
         return not self._is_pulling and not self._refusal_reason
 
     @property

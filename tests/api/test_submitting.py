@@ -139,6 +139,7 @@ def test_ctrl_c_cancels_a_call_to_the_cluster() -> None:
     ended: list[str] = []
 
     async def wait() -> None:
+        await asyncio.sleep(0.2)  # a signal just before the main thread begins to wait would not end the wait
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         try:
             await asyncio.sleep(60)

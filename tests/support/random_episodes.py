@@ -128,7 +128,7 @@ class PlayedPrompts:
     lengths: tuple[int, ...]
     max_new_tokens: int = MAX_TOKENS
     held_out_notice: str = ""
-    sets: tuple[EvaluationSet, ...] = ()
+    eval_sets: tuple[EvaluationSet, ...] = ()
     agent_sources: frozenset[int] = frozenset()
 
     def build(self) -> PlayedPrompts:

@@ -695,6 +695,21 @@ async def test_tokens_wait_for_an_abandoned_pull_and_for_nothing_after_it() -> N
     await instance.close()
 
 
+async def test_a_delivery_waits_for_a_pull_that_begins_while_it_waits() -> None:
+    """Otherwise an instance would be replaced as one with refused weights."""
+    instance, loop = make_instance(World()), asyncio.get_running_loop()
+    first, second = loop.create_future(), loop.create_future()
+    instance._latest_pull = first
+    delivery = asyncio.ensure_future(instance._may_deliver(30.0))
+    await asyncio.sleep(0)
+    first.set_result(None)
+    instance._latest_pull = second
+    await asyncio.sleep(1.0)
+    assert not delivery.done()
+    second.set_result(None)
+    assert await delivery
+
+
 async def test_a_delivery_does_not_wait_for_a_load_that_takes_longer_than_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
