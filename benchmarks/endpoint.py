@@ -1,6 +1,6 @@
-"""The endpoint: whether what agents are told is what the store holds, and what it adds to a turn's seconds.
+"""The endpoint: whether the turns that agents receive are those that are stored, and what it adds to a turn's seconds.
 
-    python -m benchmarks.endpoint identity [MODEL]   a run whose agent writes down what it is told, against the store
+    python -m benchmarks.endpoint identity [MODEL]   a run whose agent writes down its answers, against the store
     python -m benchmarks.endpoint load             sessions side by side, in another process, and a policy that waits
     python -m benchmarks.endpoint load MODEL --vllm PYTHON    and the same of vLLM's own server, in turn
 
@@ -191,21 +191,23 @@ def identity(model: str, quick: bool) -> None:
             bpe_model(folder / "model", replace(BPE_PRETRAINING, steps=20 if quick else BPE_PRETRAINING.steps))
             more = ("task.chat=true", "rollout.max_new_tokens=160", "rollout.turn_tokens=24")
         (folder / "agent.py").write_text(AGENT)
-        (folder / "told").mkdir()
+        (folder / "answers").mkdir()
         config = loading.load(DEMO, (
             f"model.path={model}", f"runs_dir={folder}", f"task.source=agent:{folder}/agent.py:play",
-            f"task.options.folder={folder}/told", "task.eval_prompts=0", "cluster.dashboard=false",
+            f"task.options.folder={folder}/answers", "task.eval_prompts=0", "cluster.dashboard=false",
             f"steps={2 if quick else 6}", f"batch.groups_per_step={4 if quick else 8}", "name=identity", *more,
         ))  # fmt: skip
         asyncio.run(execute(config, RunListener()))
         store = VersionedStore.open(config.run_dir / "store")
-        held = {turn for row in store.trajectories() for turn in stored_turns(row.trajectory)}
-        heard = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]
-        told = [_told(answer) for _, answer in heard]
+        stored = {turn for row in store.trajectories() for turn in stored_turns(row.trajectory)}
+        answers = [
+            json.loads(line) for file in (folder / "answers").iterdir() for line in file.read_text().splitlines()
+        ]
+        received = [_received_turn(answer) for _, answer in answers]
         prompts = actor_settings.prompt_settings(config, num_held_out=0, max_prompt_tokens=None).build()
         ends: dict[str, tuple[int, ...]] = {}
         later = again = other = 0
-        for (messages, answer), (before, tokens, _) in zip(heard, told, strict=True):
+        for (messages, answer), (before, tokens, _) in zip(answers, received, strict=True):
             session = answer["id"].rpartition("-")[0]
             if (so_far := ends.get(session)) is not None:
                 later += 1
@@ -213,8 +215,9 @@ def identity(model: str, quick: bool) -> None:
                 rendered = prompts.render([Message(m["role"], m["content"]) for m in messages])
                 again += tuple(rendered) != before
             ends[session] = before + tokens
-        print(f"turns told: {len(told)}; with the very ids and logprobs in the store: {sum(t in held for t in told)}")
-        print(f"stored and never told: {len(held - set(told))} of {len(held)}")
+        num_equal = sum(turn in stored for turn in received)
+        print(f"turns received: {len(received)}; with the very ids and logprobs in the store: {num_equal}")
+        print(f"stored and never received: {len(stored - set(received))} of {len(stored)}")
         print(f"turns after an episode's first: {later}; of these contexts")
         print(f"  had differed, had messages been rendered again: {again}")
         print(f"  do differ from what was sampled and given before: {other}")
@@ -223,9 +226,9 @@ def identity(model: str, quick: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(answer: dict[str, Any]) -> AgentArgs:
+def _received_turn(answer: dict[str, Any]) -> AgentArgs:
     choice = answer["choices"][0]
-    logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
+    logprobs = np.asarray([token["logprob"] for token in choice["logprobs"]["content"]], np.float32)
     return tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()
 
 

@@ -190,14 +190,14 @@ def responses_of(config: RunConfig, num_groups: int) -> Numbers:
     workload, members = actor_settings.make_workload(config), config.members_started_per_group
     responses = np.zeros((num_groups, members, 4))
     for group, member in np.ndindex(num_groups, members):
-        held = prefilled = workload.prompt_tokens(group)
+        length = prefilled = workload.prompt_tokens(group)
         tokens = context = tool_s = 0.0
         for turn in workload.turns(group, member):
-            context += held * turn.tokens + turn.tokens * (turn.tokens - 1) / 2
+            context += length * turn.tokens + turn.tokens * (turn.tokens - 1) / 2
             tokens += turn.tokens
             tool_s += turn.tool_s
             prefilled += turn.tool_tokens
-            held += turn.tokens + turn.tool_tokens
+            length += turn.tokens + turn.tool_tokens
         responses[group, member] = tokens, context, prefilled, tool_s
     return responses
 

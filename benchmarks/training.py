@@ -333,8 +333,8 @@ def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tu
     step = our_step(model, PPO, recompute_activations=again)
     step(rows[:1])  # after which the optimizer has its moments
     step(rows)
-    held = 16 * sum(tensor.numel() for tensor in weight_folder.read(model / "model.safetensors").values())
-    return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - held
+    state_bytes = 16 * sum(tensor.numel() for tensor in weight_folder.read(model / "model.safetensors").values())
+    return state_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - state_bytes
 
 
 def resident(model: Path, rows: Sequence[Row], rank: Rank) -> float:
@@ -395,9 +395,9 @@ def format_memory_table(vocabulary: int, count: int, length: int) -> None:
         make_model(Path(name), vocabulary)
         for chunks, again in ((False, False), (True, False), (True, True)):
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-                held, peak = fresh.submit(memory, Path(name), [row] * count, chunks=chunks, again=again).result()
+                state_bytes, peak = fresh.submit(memory, Path(name), [row] * count, chunks=chunks, again=again).result()
             logits, kept = "in chunks" if chunks else "at once", "computed again" if again else "kept"
-            print(f"| {logits} | {kept} | {held / 2**30:.2f} GiB | {peak / 2**30:.2f} GiB |", flush=True)
+            print(f"| {logits} | {kept} | {state_bytes / 2**30:.2f} GiB | {peak / 2**30:.2f} GiB |", flush=True)
 
 
 def main() -> None:
