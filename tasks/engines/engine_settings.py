@@ -182,6 +182,8 @@ class VllmSettings(ModelSettings):
         "num_gpu_blocks_override": "set rollout.engine.kv_tokens instead",
         "max_num_batched_tokens": "set rollout.engine.max_batch_tokens instead",
         "max_model_len": "it follows from the model and rollout.engine.kv_tokens",
+        "enable_sleep_mode": "it follows from cluster.layout",
+        "scheduling_policy": "the coordinator gives each request a priority",
         **dict.fromkeys(
             (
                 "logprobs_mode",

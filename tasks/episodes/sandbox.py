@@ -20,9 +20,10 @@ PROGRAM = Path(__file__).with_name("sandbox_child.py")
 async def run_python(code: str, *, timeout_s: float, memory_mib: int) -> str:
     """Run code, and return its output, followed by a line that begins with `error:` if it was stopped. When this
     returns or is cancelled, the process and its children have ended. memory_mib: memory limit; 0: 1024."""
+    limits = (str(math.ceil(timeout_s)), str((memory_mib or 1024) * 2**20))
     with without_owner():
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(PROGRAM), str(math.ceil(timeout_s)), str((memory_mib or 1024) * 2**20),
+            sys.executable, "-I", "-S", "-u", str(PROGRAM), *limits,  # unbuffered: a timeout loses no output
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -31,10 +32,10 @@ async def run_python(code: str, *, timeout_s: float, memory_mib: int) -> str:
             env={"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     failure = ""
-    output = b""
+    output = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            output = await _send_and_read(process, code)
+            await _send_and_read(process, code, output)
             if len(output) > MAX_OUTPUT_BYTES:
                 failure = f"error: stopped after {MAX_OUTPUT_BYTES} bytes of output"
     except TimeoutError:
@@ -49,21 +50,20 @@ async def run_python(code: str, *, timeout_s: float, memory_mib: int) -> str:
     return "\n".join(filter(None, (text, failure))) or "(no output)"
 
 
-async def _send_and_read(process: asyncio.subprocess.Process, code: str) -> bytes:
-    """Send the code, and return the output. Reading stops after MAX_OUTPUT_BYTES."""
+async def _send_and_read(process: asyncio.subprocess.Process, code: str, output: bytearray) -> None:
+    """Send the code, and append what the process prints to `output`, also if this is cancelled. Reading stops after
+    MAX_OUTPUT_BYTES."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(code.encode("utf-8", "replace"))
         await process.stdin.drain()
         process.stdin.close()
-    output = b""
     while len(output) <= MAX_OUTPUT_BYTES:
         chunk = await process.stdout.read(MAX_OUTPUT_BYTES + 1)
         if not chunk:
             await process.wait()
-            return output
+            return
         output += chunk
-    return output
 
 
 async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
@@ -76,10 +76,15 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait for a process that was killed, even if this is cancelled in the meantime. The wait is short."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await _wait_for_exit(process)
-    await _wait_for_exit(process)
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()
+    """Wait for a process that was killed, which is short. If this is cancelled in the meantime, it raises only after
+    the process has ended."""
+    exit_wait = asyncio.ensure_future(_wait_for_exit(process))
+    try:
+        await asyncio.shield(exit_wait)
+    except asyncio.CancelledError:
+        await exit_wait
+        raise
+    finally:
+        transport = getattr(process, "_transport", None)
+        if transport is not None:
+            transport.close()

@@ -24,6 +24,12 @@ def test_a_pass_has_room_for_a_token_of_each_request_and_of_the_probe(tmp_path: 
     assert arguments["max_num_batched_tokens"] >= arguments["max_num_seqs"] == 65
 
 
+def test_options_of_a_job_change_no_argument_that_follows_from_its_other_keys(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    arguments = vllm_arguments.arguments(vllm_settings(tmp_path))
+    assert set(arguments) - set(VllmSettings.REFUSED_OPTIONS) == {"disable_log_stats", "enable_prefix_caching"}
+
+
 @pytest.mark.parametrize(("kv_tokens", "limit"), [(4096, 80), (64, 64)])
 def test_a_model_never_computes_with_the_long_factors_of_longrope(kv_tokens: int, limit: int, tmp_path: Path) -> None:
     """vLLM would for all positions, if its limit were above 80; the trainer does for none."""
