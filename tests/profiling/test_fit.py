@@ -1,4 +1,4 @@
-"""Fits from measurements: the cost model, the length forecast and the rate of a run."""
+"""Fits from measurements: the cost model and the rate of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
 from staleflow.pipeline.profiling.fit import StepPoint, fit_cost_model
@@ -84,58 +83,6 @@ def test_ratio_to_compares_the_step_times_of_two_models() -> None:
     twice = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s) for p in points]
     assert fit_cost_model(points).ratio_to(model) == pytest.approx(1.0, rel=0.03)
     assert fit_cost_model(twice).ratio_to(model) == pytest.approx(2.0, rel=0.03)
-
-
-# -- forecast -------------------------------------------------------------------------------------------
-
-
-def learned_forecast(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecast:
-    """Return a forecast that has observed groups of lengths."""
-    forecast = LengthForecast(max_tokens)
-    for group, members in enumerate(lengths):
-        for length in members:
-            forecast.observe(GroupId(group), length)
-    return forecast
-
-
-def test_the_forecast_is_the_mean_of_longer_responses() -> None:
-    forecast = learned_forecast([[n] for n in range(1, 1001)])
-    unknown = GroupId(-1)
-    assert forecast.expected_remaining_tokens(unknown, 0) == pytest.approx(500, rel=0.05)
-    assert forecast.expected_remaining_tokens(unknown, 500) == pytest.approx(250, rel=0.05)
-
-
-def test_with_a_heavy_tail_the_forecast_grows_with_the_length() -> None:
-    rng = np.random.default_rng(0)
-    forecast = learned_forecast([[int(n)] for n in np.minimum(16_000, 2000 * np.exp(rng.standard_normal(3000)))])
-    remaining = [forecast.expected_remaining_tokens(GroupId(-1), tokens) for tokens in (0, 2000, 4000)]
-    assert remaining == sorted(remaining)
-
-
-def test_the_initial_forecast_is_half_of_the_maximum() -> None:
-    forecast = learned_forecast([[10]] * 5, max_tokens=1000)
-    assert not forecast.has_enough_lengths
-    assert forecast.expected_remaining_tokens(GroupId(0), 200) == 400
-
-
-def test_siblings_improve_the_forecast_by_their_correlation() -> None:
-    rng = np.random.default_rng(3)
-    for correlation in (0.0, 0.9):
-        alike = rng.standard_normal((800, 1))
-        z = math.sqrt(correlation) * alike + math.sqrt(1 - correlation) * rng.standard_normal((800, 4))
-        lengths = (500 * np.exp(0.7 * z)).astype(int).tolist()
-        forecast = learned_forecast([*lengths, [1500], [150]])
-        assert forecast._correlation == pytest.approx(correlation, abs=0.1)
-        after_long = forecast.expected_remaining_tokens(GroupId(800), 0)
-        after_short = forecast.expected_remaining_tokens(GroupId(801), 0)
-        assert (after_long > 2 * after_short) is (correlation > 0)
-        forecast.remove_group(GroupId(800))
-        assert forecast.expected_remaining_tokens(GroupId(800), 0) == forecast.expected_remaining_tokens(GroupId(-1), 0)
-
-
-def test_the_window_follows_a_drifting_policy() -> None:
-    forecast = learned_forecast([[100]] * 5000 + [[900]] * 5000)
-    assert forecast.expected_remaining_tokens(GroupId(-1), 0) == pytest.approx(900)
 
 
 # -- the command -------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
     findings += _array_findings(store)
     findings += _commits(lines, table)
     findings += _rows(store, rows, turns)
-    findings += _once(store.header, records, rows)
+    findings += once_findings(store.header, records, rows)
     findings += _conservation(records, rows)
     findings += _fingerprints(records, rows)
     return AuditReport(
@@ -205,7 +205,7 @@ def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
         yield Finding(check="bound", location=where, message=message)
 
 
-def _once(header: RunHeader, records: list[CommitRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
+def once_findings(header: RunHeader, records: list[CommitRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:

@@ -19,7 +19,6 @@ from staleflow.pipeline.simulator.baselines import (
     OneStep,
 )
 from staleflow.pipeline.strategies.admission import Admission, ReservationAdmission, Synchronous
-from staleflow.pipeline.strategies.filtering import TruncateStragglers
 from staleflow.pipeline.strategies.migration import InstanceLoad, LargestGain, MovableTrajectory
 from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, DeadlineRouting
 from staleflow.stores.errors import ConfigError
@@ -274,29 +273,3 @@ def test_settings_with_a_lag_beyond_the_bound_are_rejected(eta: int) -> None:
 def test_versions_behind_follows_the_formula(rule: Admission, behind: int) -> None:
     assert rule.max_versions_behind(7) == behind
     assert rule.max_versions_behind(0) == 0
-
-
-# -- stragglers ------------------------------------------------------------------------------------------------------
-
-
-def test_truncation_stays_within_its_share_of_the_run() -> None:
-    """Each step of 30 truncates as many as the rule allows: at most a tenth of all."""
-    rule = TruncateStragglers(patience=2.0, share=0.1)
-    trained = cut = 0
-    for step in range(20):
-        unfinished = 1 + step % 5
-        if rule.may_truncate(
-            unfinished, num_per_step=30, num_truncated_in_step=0, num_trained=trained, num_truncated=cut
-        ):
-            cut += unfinished
-        trained += 30
-        assert cut <= 0.1 * trained
-    assert cut > 0
-    assert rule.may_truncate(1, num_per_step=4, num_truncated_in_step=0, num_trained=96, num_truncated=9), (
-        "one of a small step"
-    )
-    assert not rule.may_truncate(2, num_per_step=4, num_truncated_in_step=0, num_trained=96, num_truncated=0), (
-        "but not two"
-    )
-    assert not rule.waited_too_long(trainer_waited_s=20.0, step_interval_s=10.0), "patience is two intervals"
-    assert rule.waited_too_long(trainer_waited_s=20.5, step_interval_s=10.0)
