@@ -242,9 +242,7 @@ def _detail_lines(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            # A record of an earlier version has another name of the number.
-            f"{host['host']:<14} {host.get('num_in_environment', host.get('num_acting'))} in environment, "
-            f"{host['slots']} slots"
+            f"{host['host']:<14} {host['num_in_environment']} in environment, {host['slots']} slots"
             for host in status.get("environments", ())
         ]
         lines += status.get("sources", ())

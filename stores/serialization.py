@@ -53,7 +53,6 @@ class Codec:
         tagged: Classes whose values include the class name.
         omit_defaults: Fields of other classes that are omitted when they have their default.
         stored_names: Of other classes, the names that fields are stored under, if they are others than the fields'.
-        former_tags: Names of tagged classes by former names, which stored values may have.
     """
 
     def __init__(
@@ -61,9 +60,7 @@ class Codec:
         tagged: tuple[type, ...] = (),
         omit_defaults: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
         stored_names: Mapping[type, Mapping[str, str]] = MappingProxyType({}),
-        former_tags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._former_tags = former_tags
         self._overrides: dict[type, Any] = {
             cls: {name: override(omit_if_default=True) for name in names} for cls, names in omit_defaults.items()
         }
@@ -128,7 +125,7 @@ class Codec:
             _require_dict(value)
             fields = dict(value)
             tag = fields.pop(TAG, None)
-            decode_fields = decoders.get(self._former_tags.get(tag, tag))
+            decode_fields = decoders.get(tag)
             if decode_fields is None:
                 expected = f"; expected {' or '.join(decoders)}" if len(decoders) < 4 else ""
                 raise ValueError(f"unknown type {tag!r}{expected}")

@@ -41,7 +41,6 @@ CODEC = Codec(
         MemberInFlight,
         SourceState,
     ),
-    former_tags={"RoutingContinued": "DecisionsContinued"},
 )
 OUTCOME_KEY_PATTERN = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""

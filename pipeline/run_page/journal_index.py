@@ -2,8 +2,7 @@
 trajectories in each phase, and each trajectory's marks (time and kind of an event). Numpy, pure.
 
 The index is built entry after entry from plain JSON values, so that a live run's journal can be followed. The clock of
-a resumed run goes back to the resume point (to 0 in journals of earlier versions); here each start begins where
-the previous one ended.
+a resumed run goes back to the resume point; here each start begins where the previous one ended.
 """
 
 from __future__ import annotations

@@ -69,16 +69,13 @@ def verify_offline(
     chain = check_chain(StoreReader.at(Path(path), store.lineage.get("parent", record.snapshot)))
     findings = list(chain.findings)
     unverified: list[str] = []
-    if not chain.num_entries or not any(entry.previous for entry in entries):
-        unverified.append("everything: an earlier version stored it, or its run, without a chain")
-    else:
-        origin = chain_hash(
-            make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB_FILE)
-        )
-        findings += _find_broken_links(origin, lines, entries, record.start)
-        if len(lines) != record.steps - record.start:
-            message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
-            findings.append(Finding(check=CHECK, location=HISTORY_FILE, message=message))
+    origin = chain_hash(
+        make_chain_origin(store, record.branch, record.where, record.epochs, record.start, folder / JOB_FILE)
+    )
+    findings += _find_broken_links(origin, lines, entries, record.start)
+    if len(lines) != record.steps - record.start:
+        message = f"it has {len(lines)} lines; {record.steps - record.start} steps were trained"
+        findings.append(Finding(check=CHECK, location=HISTORY_FILE, message=message))
     run_steps = [r for r in store.commits() if r.kind == "step" and r.step < record.start]
     findings += _find_changed_batches(store, record.where, run_steps)
     result, sample = repeated_steps.RepetitionResult(), list[int]()
@@ -94,7 +91,7 @@ def verify_offline(
             findings.append(Finding(check=CHECK, location=HISTORY_FILE, message=message))
     else:
         unverified.append(f"the last line of {HISTORY_FILE}: no {certificate.FILE} of {checkpoint.name} names it")
-    if not findings and chain.num_entries and entries[0].previous:
+    if not findings:
         try:
             config = resolve_models(loading.load(folder / JOB_FILE))
         except ConfigError as error:
@@ -138,7 +135,6 @@ def verify_offline(
         run=str(folder),
         num_steps=record.start + len(entries),
         num_commits=chain.num_commits,
-        num_entries=chain.num_entries,
         entry=chain_hash(lines[-1]) if sample else "",
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.equal_steps)),
@@ -175,7 +171,6 @@ class _HistoryLine:
     weights: str = ""
     numerics: str = ""
     previous: str = ""
-    """Empty in trainings of an earlier version."""
 
 
 def _final_checkpoint(folder: Path, num_steps: int, named_checkpoint: Path | None) -> Path:

@@ -290,7 +290,7 @@ class _Repeater:
             for step in range(part.config.training.sft.steps):
                 policy.fine_tune(step)
                 was_computed = True
-        if self._plan.weight_fingerprints.get(part.start):  # a run of an earlier version may not have stored it
+        if part.start in self._plan.weight_fingerprints:
             self._compare(policy.apply_to_weights(fingerprint), part.start, location, was_computed=was_computed)
 
     def _step(self, policy: Policy, step: int) -> None:

@@ -107,7 +107,7 @@ def _compare_code(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Fin
 
 def _compare_fingerprints(run_dir: Path, starts: Sequence[TrainedStart]) -> Iterator[Finding | str]:
     first, name = starts[0], source_fingerprints.FILE
-    if first.steps.start or not first.input("sources"):  # the run was started by an earlier version
+    if first.steps.start or not first.input("sources"):  # its fingerprints were not known
         return
     try:
         stored_fingerprints = source_fingerprints.read(run_dir)

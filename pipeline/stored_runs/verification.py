@@ -60,10 +60,8 @@ class Verification:
     num_steps: int
     """Stored training steps."""
     num_commits: int
-    num_entries: int
-    """Commits with an entry in the chain."""
     entry: str
-    """The newest entry; empty without a chain."""
+    """The newest entry of the chain; empty without commits."""
     sample_steps: tuple[int, ...]
     """Random steps chosen for repetition."""
     repeated_steps: tuple[int, ...]
@@ -81,9 +79,9 @@ class Verification:
 
     @property
     def is_verified(self) -> bool:
-        """Whether nothing contradicts the run, it has a hash chain, a step was repeated, and a checkpoint has the
-        weights that its step published."""
-        is_complete = self.num_entries and self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
+        """Whether nothing contradicts the run, a step was repeated, and a checkpoint has the weights that its step
+        published."""
+        is_complete = self.repeated_steps and (self.checkpoint_is_equal or not self.checkpoint)
         return not self.findings and bool(is_complete)
 
     @property
@@ -91,8 +89,8 @@ class Verification:
         """The result as lines of text."""
         state = "verified" if self.is_verified else "CONTRADICTED" if self.findings else "NOT VERIFIED"
         lines = [f"{self.checkpoint or self.run}: {state}"]
-        if self.num_entries:
-            lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
+        if self.num_commits:
+            lines.append(f"  chain: {self.num_commits} commits, newest entry {self.entry}")
         if self.repeated_steps:
             count = f"{len(self.repeated_steps)} of {self.num_steps} steps repeated bit for bit"
             lines.append(f"  weights: {count}: {format_steps(self.repeated_steps)}")
@@ -132,12 +130,8 @@ def verify_run(
     report({"say": "checking the chain"})
     chain = check_chain(store)
     findings, unverified = list(chain.findings), list[str]()
-    if checkpoint_certificate is not None and chain.num_entries:
+    if checkpoint_certificate is not None:
         findings += _check_entry(checkpoint_certificate, chain.step_entries)
-    if num_without_entry := chain.num_commits - chain.num_entries:
-        unverified.append(
-            f"{num_without_entry} of {chain.num_commits} commits: an earlier version stored them, without a chain"
-        )
     step_records = [record for record in store.commits() if record.kind == "step"] if not chain.findings else []
     gap = next((number for number, record in enumerate(step_records) if record.step != number), None)
     if gap is not None:
@@ -178,8 +172,7 @@ def verify_run(
         run=str(run_dir),
         num_steps=len(step_records),
         num_commits=chain.num_commits,
-        num_entries=chain.num_entries,
-        entry=store.newest_chain_entry if chain.num_entries else "",
+        entry=store.newest_chain_entry,
         sample_steps=tuple(sample),
         repeated_steps=tuple(sorted(result.equal_steps)),
         findings=(*findings, *differences),

@@ -9,7 +9,6 @@ undoes steps continue the chain from the commit that they go back to; nothing be
 Invariants:
 - Equal newest entries mean equal records and rows from the chain's first commit on: every stored number, token and
   text. A finding names the commit whose record or rows differ, or the last one if rows follow that it does not have.
-- A commit that was stored before there was a chain has no entry. It is counted apart, and never as verified.
 
 What a chain alone does not prove: whoever can write the store can also write another chain. A signed entry excludes
 that, and repeated steps show whether the weights follow from the rows (pipeline/stored_runs/verification.py).
@@ -35,11 +34,9 @@ class ChainReport:
     """The result of checking a store's hash chain."""
 
     num_commits: int = 0
-    num_entries: int = 0
-    """Commits whose record names the entry before it; those before the first one were stored without a chain."""
     findings: list[Finding] = field(default_factory=list)
     step_entries: dict[int, str] = field(default_factory=dict)
-    """Entry of each training step that has one."""
+    """Entry of each training step."""
     weight_inputs: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     """What weights are computed from, by the first training step that it holds for."""
 
@@ -55,18 +52,14 @@ def check_chain(store: StoreReader) -> ChainReport:
             record = commit.record
             location = f"{record.kind} {record.step}"
             report.num_commits += 1
-            if record.previous:
-                report.num_entries += 1
-                if record.previous != entry:
-                    report.findings.append(_finding(location, f"does not follow what is stored before it, {before}"))
-                report.findings += _check_rows(store, location, commit, num_rows)
-                report.weight_inputs += [(record.step, record.inputs)] if record.inputs else []
-            elif report.num_entries:
-                report.findings.append(_finding(location, f"has no entry, although commits before it have, {before}"))
+            if record.previous != entry:
+                report.findings.append(_finding(location, f"does not follow what is stored before it, {before}"))
+            report.findings += _check_rows(store, location, commit, num_rows)
+            report.weight_inputs += [(record.step, record.inputs)] if record.inputs else []
             before, entry, num_rows = location, chain_hash(commit.text), num_rows + record.num_rows
-            if record.previous and record.kind == "step":
+            if record.kind == "step":
                 report.step_entries[record.step] = entry
-        if store.newest_chain_entry != (entry if report.num_entries else ""):
+        if store.newest_chain_entry != (entry if report.num_commits else ""):
             report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
         if (num_stored := store.array_lengths()[ROW_COUNT_ARRAY]) > num_rows:
             report.findings.append(_finding(before, f"no commit has the rows after it, {num_rows} to {num_stored - 1}"))

@@ -142,7 +142,7 @@ class CommitRecord:
     rows_fingerprint: str = ""
     """Hash of this commit's rows as they are stored, of any fate; empty without rows."""
     previous: str = ""
-    """Entry of the commit before (`chain_hash`); empty in commits of versions without a chain."""
+    """Entry of the commit before (`chain_hash`)."""
 
     def is_repeat_of(self, other: CommitRecord | None) -> bool:
         """Whether this is a repeated request for the commit whose record is `other`."""

@@ -118,8 +118,7 @@ class UserLoss(UserCode, Loss):
 
     @property
     def is_tokenwise(self) -> bool:
-        earlier_name = getattr(self.code, "by_token", False)  # in the code of runs stored before
-        return bool(getattr(self.code, "is_tokenwise", earlier_name))
+        return bool(getattr(self.code, "is_tokenwise", False))
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]

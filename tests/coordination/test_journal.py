@@ -28,7 +28,6 @@ from staleflow.pipeline.coordination.commands import (
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
-    DecisionsContinued,
     EnvironmentFailed,
     EnvironmentStepped,
     Event,
@@ -281,12 +280,6 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
         written.append(entry.now, entry.event, list(entry.commands))
     written.close()
     assert again.read_bytes() == path.read_bytes()
-
-
-def test_an_event_is_read_by_its_former_name(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"now":1.5,"event":{"type":"RoutingContinued"},"commands":[]}\n')
-    assert [entry.event for entry in journal.JournalReader(path)] == [DecisionsContinued()]
 
 
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:
