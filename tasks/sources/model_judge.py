@@ -15,17 +15,18 @@ from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 
-from staleflow.stores.errors import ConfigError, raised_as, type_and_message
+from staleflow.stores.errors import ConfigError, StoreError, raised_as, type_and_message
 from staleflow.stores.files import replace_text
 from staleflow.tasks.rendering.task_source import Record, prompt_of
 
 RETRY_PAUSE_S = 0.5
 """Seconds between the first two tries of a call; twice as long after each further one."""
-NUMBER = r"(-?\d+(?:\.\d+)?)"
+NUMBER = r"(?<![\d.])(?<!/)(?<!/ )(-?(?:\d+(?:\.\d+)?|\.\d+))"
+"""A number, but not the 10 of 8/10."""
 
 
 class JudgeError(Exception):
-    """The judge did not score a response. Its trajectory has an error instead of a reward."""
+    """The judge did not score a response, whose trajectory gets this error instead of a reward."""
 
 
 class Judge:
@@ -42,16 +43,16 @@ class Judge:
         pattern: Regular expression whose first group is the score; of several matches in a reply the last counts.
         low: The score that gives reward 0.
         high: The score that gives reward 1. A score outside of [low, high] is an error.
-        calls_per_minute: Most calls a minute of each reward worker; 0: no limit.
+        calls_per_minute: Maximum number of calls a minute of each reward worker; 0: no limit.
         cache: Folder of replies; empty: memory only.
         key_variable: Environment variable that has the API key; empty: none is sent.
-        max_tokens: Most tokens of a reply.
+        max_tokens: Maximum number of tokens of a reply.
         tries: Tries of a call that does not reach the server, or that it refuses for the moment (429, 5xx).
         timeout_s: Seconds that a try waits for the next bytes of a reply. `reward.timeout_s` must allow for all
             tries, and for the limit of calls.
 
     Raises:
-        ConfigError: The range or the pattern cannot give a score.
+        ConfigError: `url` is none of http, `high` is not above `low`, or `pattern` has no group.
     """
 
     def __init__(
@@ -72,7 +73,11 @@ class Judge:
     ) -> None:
         if high <= low:
             raise ConfigError(f"Judge: high = {high:g} is not above low = {low:g}")
-        if re.compile(pattern).groups < 1:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"Judge: url = {url!r} does not begin with http:// or https://")
+        with raised_as(ConfigError, f"Judge: pattern = {pattern!r} is no regular expression", re.error):
+            num_groups = re.compile(pattern).groups
+        if num_groups < 1:
             raise ConfigError(f"Judge: pattern = {pattern!r} has no group; put the score in parentheses")
         self._url, self._model, self._question = url, model, question
         self._pattern, self._low, self._high = pattern, low, high
@@ -86,7 +91,8 @@ class Judge:
 
     def __call__(self, answer: str, record: Record) -> tuple[float, dict[str, float]]:
         """Return the reward of a response, from 0 to 1, and its score as the part `score`. Raises JudgeError."""
-        problem, errors = "the judge's question cannot be filled in", (KeyError, IndexError, ValueError)
+        problem = "the judge's question cannot be filled in"
+        errors = (LookupError, ValueError, TypeError, AttributeError)  # of fields such as {row[key]} and {row.key}
         with raised_as(JudgeError, problem, *errors, describe=type_and_message):
             prompt = prompt_of(record.get("prompt", " "))
             text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
@@ -102,7 +108,7 @@ class Judge:
         return (score - self._low) / (self._high - self._low), {"score": score}
 
     def _reply(self, question: str) -> str:
-        """The judge's reply to a question: an earlier one if it was asked before. Raises JudgeError, StoreError."""
+        """The judge's reply to a question, or its earlier reply to an equal one. Raises JudgeError, StoreError."""
         body = {"model": self._model, "messages": [{"role": "user", "content": question}], "temperature": 0}
         body["max_tokens"] = self._max_tokens
         digest = hashlib.sha256(json.dumps([self._url, body]).encode()).hexdigest()
@@ -114,15 +120,20 @@ class Judge:
         if file.is_file():
             return file.read_text("utf-8")
         reply = self._call(body)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, reply, "free space, or give the judge another cache")
+        remedy = "free space, or give the judge another cache"
+        with raised_as(StoreError, f"{file.parent}: it cannot be created", OSError, remedy=remedy):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, reply, remedy)
         return reply
 
     def _call(self, body: dict[str, object]) -> str:
         """Call the server, again if it is busy or cannot be reached. Raises JudgeError."""
         headers = {"Content-Type": "application/json"}
         if self._key_variable:
-            headers["Authorization"] = f"Bearer {os.environ.get(self._key_variable, '')}"
+            key = os.environ.get(self._key_variable, "").strip()
+            if not (key.isascii() and key.isprintable() and key):  # the library's own message would show the key
+                raise JudgeError(f"environment variable {self._key_variable} has no key that a request can have")
+            headers["Authorization"] = f"Bearer {key}"
         url = f"{self._url.rstrip('/')}/chat/completions"
         failure = ""
         for number in range(self._tries):

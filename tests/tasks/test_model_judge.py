@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from staleflow import ConfigError, Judge
+from staleflow.stores.errors import StoreError
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources import model_judge
 from staleflow.tasks.sources.model_judge import JudgeError
@@ -76,6 +77,8 @@ def judge(server: Server, **settings: Any) -> Judge:
         ("1", {}, 1.0),
         ("It has 3 faults, so 2.5", {"high": 10}, 0.25),
         ("-1, no: 0", {"low": -1}, 0.5),
+        ("Score: 8/10", {"high": 10}, 0.8),
+        ("Score: .5 / 1", {}, 0.5),
         ("Score: 7 of 9", {"high": 10, "pattern": r"Score: (\d)"}, 0.7),
     ],
 )
@@ -173,15 +176,47 @@ def test_the_key_is_read_from_the_environment(server: Server, monkeypatch: pytes
     judge(server, key_variable="JUDGE_KEY")("a", {"prompt": "p"})
     judge(server)("a", {"prompt": "p"})
     assert server.keys == ["Bearer secret", None]
+    monkeypatch.setenv("JUDGE_KEY", "from-a-file\n")
+    judge(server, key_variable="JUDGE_KEY")("a", {"prompt": "p"})
+    assert server.keys[-1] == "Bearer from-a-file"
+
+
+@pytest.mark.parametrize("key", ["", "se\ncret", "sécret"])
+def test_a_key_that_cannot_be_sent_is_an_error_that_does_not_show_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(JudgeError) as raised:
+        judge(server, key_variable="JUDGE_KEY")("a", {"prompt": "p"})
+    assert str(raised.value) == "environment variable JUDGE_KEY has no key that a request can have"
+    assert server.keys == []
+
+
+@pytest.mark.parametrize("field", ["{row[a]}", "{row.a}", "{row}", "{"])
+def test_a_question_that_cannot_be_filled_in_is_an_error(server: Server, field: str) -> None:
+    record = {"prompt": "p"} if field == "{row}" else {"prompt": "p", "row": [1]}
+    with pytest.raises(JudgeError, match="the judge's question cannot be filled in"):
+        Judge(server.url, "a-model", field)("a", record)
+
+
+def test_a_cache_that_cannot_be_created_is_one_line(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot be created.*; free space, or give the judge another cache"):
+        judge(server, cache=str(tmp_path / "file" / "cache"))("a", {"prompt": "p"})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"low": 1}, "high = 1 is not above low = 1"), ({"pattern": r"\d"}, "has no group; put the score in parentheses")],
+    [
+        ({"low": 1}, "high = 1 is not above low = 1"),
+        ({"pattern": r"\d"}, "has no group; put the score in parentheses"),
+        ({"pattern": "("}, "is no regular expression: "),
+        ({"url": "judge-host/v1"}, "url = 'judge-host/v1' does not begin with http:// or https://"),
+    ],
 )
 def test_settings_that_cannot_give_a_score_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Judge("http://127.0.0.1:1/v1", "a-model", QUESTION, **settings)
+        Judge(**({"url": "http://127.0.0.1:1/v1", "model": "a-model", "question": QUESTION} | settings))
 
 
 def test_a_judge_failure_in_a_run_is_an_error_of_its_response(server: Server, tmp_path: Path) -> None:
