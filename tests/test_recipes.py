@@ -176,20 +176,6 @@ def test_a_picture_has_a_plot_of_each_run_with_its_curve_and_bands(
 
 
 @pytest.mark.slow
-def test_a_run_without_learning_misses_its_band(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The learning rate is so small that no weight changes; 0 is rejected."""
-    changes = (
-        "training.learning_rate=1e-30", f"model.path={tiny_model}", f"runs_dir={tmp_path}", "steps=2",
-        "batch.groups_per_step=4", "task.eval_prompts=20", "rollout.instances=1", "cluster.dashboard=false",
-    )  # fmt: skip
-    assert command.main(["sums", *(word for change in changes for word in ("--set", change))]) == 1
-    line, _ = capsys.readouterr().out.splitlines()[-2:]
-    assert line == "sums: missed: held-out sampled at the end 0.000, band 0.750 to 0.950"
-
-
-@pytest.mark.slow
 def test_worked_sums_have_the_prompts_of_the_demo_and_correct_answers() -> None:
     task = staleflow.load_job(FOLDER / "warm_up/job.toml").task
     source = user_code.load("examples/recipes/warm_up/worked_sums.py:WorkedSums", "", "class")(task.options, 7)

@@ -312,24 +312,6 @@ def soak(disk_path: Path, *words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_survives_the_loss_of_trainer_server_and_driver(disk_path: Path) -> None:
-    soak(
-        disk_path,
-        "--faults",
-        "3",
-        "--seed",
-        "1",
-        "--job-kind",
-        "plain",
-        "--only",
-        "kill -9 trainer",
-        "kill -9 server",
-        "kill -9 driver",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_soak_that_is_interrupted_counts_what_it_has_done(disk_path: Path) -> None:
     words = ("--faults", "1000", "--seed", "1", "--job-kind", "plain", "--only", "kill -9 reward", "--overlap", "0")
     command = [sys.executable, "-m", "benchmarks.soak", "--folder", str(disk_path / "soak"), *words]

@@ -8,7 +8,6 @@ import atexit
 import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -456,30 +455,3 @@ async def test_the_drivers_of_a_stopped_scheduler_are_not_silent(
     watching: Callable[..., Awaitable[list[str]]],
 ) -> None:
     assert await watching(Clock(jump_s=100.0), 60.0) == []
-
-
-@pytest.mark.slow
-def test_a_stopped_driver_is_killed_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_watch, "MIN_SILENCE_LIMIT_S", 3.0)
-    monkeypatch.setattr(driver_watch, "MISSED_HEARTBEATS", 0)
-    monkeypatch.setattr(driver_watch, "CHECK_INTERVAL_S", 0.5)
-
-    async def scenario() -> None:
-        async with (
-            LocalCluster(
-                n_workers=3, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            await ensure_job_registry(client)
-            jobs = Jobs(cluster, client)
-            await jobs.submit("a", 15.0)
-            await jobs.until("a", "running")
-            (place,) = {job.driver_worker for job in jobs.registry.jobs.values()}
-            os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
-            await jobs.until("a", "waiting")
-            assert any("has not reported for 3 s" in line for line in await jobs.lines("a"))
-            await jobs.until("a", "running")
-
-    with dask.config.set({"distributed.client.heartbeat": "500ms"}):
-        asyncio.run(scenario())

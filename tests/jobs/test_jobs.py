@@ -18,10 +18,9 @@ import pytest
 
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.jobs import starts
-from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
-from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.runtime.test_run import ENVIRONMENT, check
 from tests.support import forking
 
 PATIENCE_S = 150.0
@@ -54,9 +53,9 @@ class Cluster:
         parsed: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
         return parsed
 
-    def until(self, id: str, *states: str, steps: int = 0, within_s: float = PATIENCE_S) -> dict[str, Any]:
+    def until(self, id: str, *states: str, steps: int = 0) -> dict[str, Any]:
         """Wait until a job is in one of the states and has done this many steps."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             job = self.job(id)
             done = int(job["last"]["step"]) + 1 if job["last"] else 0
@@ -65,13 +64,6 @@ class Cluster:
             assert job["state"] not in ("failed", "done", "stopped"), job
             assert time.monotonic() < deadline, job
             time.sleep(0.5)
-
-    def until_it_waits_for(self, id: str, what: str) -> str:
-        deadline = time.monotonic() + PATIENCE_S
-        while what not in (job := self.job(id))["why"]:
-            assert time.monotonic() < deadline, job
-            time.sleep(0.5)
-        return str(job["why"])
 
     def close(self) -> None:
         scheduler, *workers = self._started
@@ -221,45 +213,6 @@ def test_a_job_survives_its_submitter_and_the_worker_of_its_driver(job: Path, cl
     assert followed.stdout == log.stdout
 
 
-@pytest.mark.slow  # six workers and two jobs on a machine with few cores
-def test_a_cancelled_job_can_be_resumed_and_two_jobs_share_no_worker(
-    job: Path, cluster: Cluster, tmp_path: Path
-) -> None:
-    cluster.add(5)  # three each are needed: the second job waits for one
-    common = ("--set", "task.eval_prompts=0", "--set", "steps=200")
-    one = cluster("submit", job, *common, "--name", "one").stdout.strip()
-    cluster.until(one, "running", steps=1)
-    two = cluster("submit", job, *common, "--name", "two").stdout.strip()
-    assert "free 2 of 5; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
-    cluster.add(1)
-    cluster.until(two, "running", steps=2)
-
-    again = cluster("resume", tmp_path / "runs" / "one")
-    assert (again.returncode, again.stdout) == (2, "")
-    assert "in use by process" in again.stderr
-
-    tasks = actor_processes(cluster)
-    of = {name: {pid for key, pid in tasks.items() if f"-{name}-" in key} for name in ("one", "two")}
-    assert len(of["one"]) == 3
-    assert len(of["two"]) == 3
-    assert not of["one"] & of["two"]
-
-    for id in (one, two):
-        assert "stops at its next step" in cluster("cancel", id).stdout
-    for id, name in ((one, "one"), (two, "two")):
-        assert cluster.until(id, "stopped")["why"] == "cancelled"
-        records = VersionedStore.open(tmp_path / "runs" / name / "store").commits()
-        assert records[-1].kind == "end"
-    assert "has ended already" in cluster("cancel", one).stdout
-    trained = sum(r.kind == "step" for r in VersionedStore.open(tmp_path / "runs" / "one" / "store").commits())
-    resumed = staleflow(
-        "resume", tmp_path / "runs" / "one", "--set", f"steps={trained + 2}", "--set", "cluster.kind=file",
-        "--set", f"cluster.scheduler_file={cluster.file}",
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stderr
-    check(tmp_path / "runs" / "one", trained + 2)
-
-
 def test_the_log_and_record_of_a_job_are_in_its_folder(dry_job: Path, cluster: Cluster, tmp_path: Path) -> None:
     cluster.add(3)
     id = cluster("submit", dry_job, "--set", "steps=1000").stdout.strip()
@@ -280,68 +233,6 @@ def test_the_log_and_record_of_a_job_are_in_its_folder(dry_job: Path, cluster: C
     assert logged.returncode == 0, logged.stderr
     assert "  step 0/1000" in logged.stdout
     assert command("logs", folder, "--json").stdout.count("\n") == logged.stdout.count("\n")
-
-
-@pytest.mark.slow  # ten processes; by default cluster/test_job_queue.py and runtime/test_actor_failures.py test it
-def test_a_job_releases_extra_reward_workers_for_a_waiting_job(dry_job: Path, cluster: Cluster) -> None:
-    for role in ("trainer", "rollout", "server", "reward"):
-        cluster.add(2, "--resources", f"{role}=1")
-    sets = ("--set", "reward.workers=2", "--set", "rollout.instances=1", "--set", "steps=100000")
-    one = cluster("submit", dry_job, *sets, "--name", "one").stdout.strip()
-    cluster.until(one, "running", steps=2)
-    two = cluster("submit", dry_job, *sets, "--name", "two").stdout.strip()
-    cluster.until(two, "running", steps=2)
-    tasks = actor_processes(cluster)
-    of = {name: {pid for key, pid in tasks.items() if f"-{name}-reward-" in key} for name in ("one", "two")}
-    assert len(of["one"]) == len(of["two"]) == 1, tasks
-    assert not of["one"] & of["two"]
-    before = int(cluster.job(one)["last"]["step"])
-    assert not cluster.until(one, "running", steps=before + 3)["status"]["losses"]
-
-
-def run_with_waiting_job(cluster: Cluster, job: Path, alone: int, beside: int) -> tuple[float, float]:
-    """Run a job alone for some steps, then more steps while another job waits, and let that run afterwards. Returns the
-    tokens/s of both phases."""
-    folder = job.parent
-    cluster.add(3)
-
-    def submit(name: str, steps: int) -> str:
-        result = cluster("submit", job, "--name", name, "--set", f"steps={steps}")
-        assert result.returncode == 0, result.stderr
-        return result.stdout.strip()
-
-    one = submit("one", alone + beside)
-    begun = int(cluster.until(one, "running", steps=alone, within_s=PATIENCE_S + 10 * alone)["last"]["step"]) + 1
-    two = submit("two", 2)
-    assert "free 0 of 3; next in line" in cluster.until_it_waits_for(two, "needs 3 worker processes")
-    assert "next in line" in cluster("jobs").stdout
-    assert f"staleflow-job-{two}" not in actor_processes(cluster), "a job that waits runs nothing"
-    cluster.until(one, "done", within_s=PATIENCE_S + 10 * beside)
-    cluster.until(two, "done")
-    assert "has its 3 workers" in cluster("logs", two).stdout
-    summary = json.loads((folder / "runs" / "one" / "summary.json").read_text())
-    assert summary["losses"] == []
-    assert [start["end"] for start in summary["starts"]] == ["done"]
-    check(folder / "runs" / "two", 2)
-    steps = [r.metrics for r in check(folder / "runs" / "one", alone + beside).commits() if r.kind == "step"]
-
-    def rate(first: int, last: int) -> float:
-        tokens = sum(step["response_tokens"] for step in steps[first:last])
-        return float(tokens / (steps[last - 1]["elapsed_s"] - steps[first - 1]["elapsed_s"]))
-
-    return rate(1, begun), rate(begun, len(steps))
-
-
-@pytest.mark.slow  # by default tests/cluster/test_job_registry.py has a job that waits and runs nothing
-def test_a_waiting_job_does_not_slow_the_running_one(cluster: Cluster, dry_job: Path) -> None:
-    run_with_waiting_job(cluster, dry_job, 3, 6)
-
-
-@pytest.mark.slow  # a quarter of an hour
-@pytest.mark.timeout(3600)
-def test_a_job_waiting_for_ten_minutes_does_not_slow_the_running_one(cluster: Cluster, dry_job: Path) -> None:
-    alone, beside = run_with_waiting_job(cluster, dry_job, 80, 300)
-    print(f"{alone:.0f} tokens/s alone, {beside:.0f} beside a job that waits")
 
 
 def test_an_unknown_job_gives_a_one_line_error(cluster: Cluster) -> None:

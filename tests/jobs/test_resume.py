@@ -106,32 +106,6 @@ def test_a_copy_of_a_run_with_all_processes_killed_resumes_and_passes_the_audit(
     assert "the same commands" in command("replay", folder).stdout
 
 
-@pytest.mark.slow
-def test_a_stopped_run_loses_no_step_unless_its_resume_points_are_missing(job: Path) -> None:
-    folder = job.parent / "runs" / "job"
-    with start(job, "steps=400") as process:
-        until_step(process, 4)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-    config = resumption.load(folder)
-    first = VersionedStore.open(folder / "store").commits()
-    trained = sum(r.kind == "step" for r in first)
-    points = ResumePoints(folder / "resume")
-    assert points.versions()[-1] == trained
-    points.path(points.versions()[-1]).unlink()
-
-    undone = resumption.prepare(config)
-    assert undone.version == trained - 1
-    assert undone.fingerprint == first[trained - 2].weight_fingerprint
-    assert len(undone.step_metrics) == trained - 1
-    end = staleflow("resume", folder, "--set", f"steps={trained + 1}")
-    assert end.returncode == 0, end.stderr
-    store = check(folder, trained + 1)
-    assert [r.kind for r in store.commits()].count("end") == 1, "what the first end gave up has gone on"
-    assert sorted(e.trajectory.id for e in store.trajectories()) == list(range(store.commits()[-1].ledger.num_started))
-    assert {e.step for e in store.trajectories() if e.reason is AbortReason.RUN_ENDED} <= {trained + 1}
-
-
 def test_a_run_killed_between_its_last_step_and_its_end_is_completed(job: Path) -> None:
     """The reward changes in between, so the evaluations before and after are not compared."""
     reward = job.parent / "mine.py"

@@ -104,9 +104,3 @@ def test_installing_and_removing_leaves_other_packages_unchanged(
     assert alone.items() < both.items()
     pip(environment, "uninstall", "--yes", "staleflow")
     assert installed_files(environment) == {name: both[name] for name in both.keys() - alone.keys()}
-    pip(environment, *install, distributions.wheel)
-    assert installed_files(environment) == both
-    pip(environment, "uninstall", "--yes", "other")
-    assert installed_files(environment) == alone
-    pip(environment, "uninstall", "--yes", "staleflow")
-    assert installed_files(environment) == {}

@@ -101,10 +101,6 @@ def test_init_and_run(installed: Installed, job: Path) -> None:
     assert summary["steps"] == 2
 
 
-def test_simulate(installed: Installed, job: Path) -> None:
-    assert "tokens/s" in installed.staleflow("simulate", "job.toml", "--set", "steps=2")
-
-
 def test_store_audit(installed: Installed, job: Path) -> None:
     assert "2 steps" in installed.staleflow("store", "audit", "runs/first")
 
@@ -123,10 +119,6 @@ def test_view_serves_the_page_and_its_files_until_it_is_stopped(installed: Insta
                 assert answer.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(MAX_S) in (0, 130)
-
-
-def test_version(installed: Installed, distributions: Distributions) -> None:
-    assert installed.staleflow("--version").strip() == f"staleflow {distributions.wheel.name.split('-')[1]}"
 
 
 def test_a_missing_repository_file_gives_a_one_line_error_with_a_remedy(installed: Installed) -> None:

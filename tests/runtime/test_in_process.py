@@ -71,32 +71,6 @@ def test_engine_store_and_workers_of_the_tests_implement_their_protocols() -> No
         assert {name: verbs(workers)[name] for name in verbs(Workers)} == verbs(Workers)
 
 
-def test_virtual_time_advances_without_waiting() -> None:
-    async def wait() -> float:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.Event().wait(), 60.0)
-        return asyncio.get_running_loop().time()
-
-    assert virtual_time.run(wait()) == pytest.approx(60.0)
-
-
-def test_a_deadlock_names_the_waiting_task() -> None:
-    async def waits_for_nobody() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(virtual_time.Deadlock, match=r"every task waits.*\n.*waits_for_nobody:\d+ > Event.wait"):
-        virtual_time.run(waits_for_nobody())
-
-
-def test_a_busy_loop_without_progress_raises_deadlock() -> None:
-    async def restless() -> None:
-        while True:
-            await asyncio.sleep(0)
-
-    with pytest.raises(virtual_time.Deadlock, match="turns at 0 s and no end"):
-        virtual_time.run(restless())
-
-
 def test_a_task_that_outlives_the_run_is_named() -> None:
     async def forgetful() -> None:
         asyncio.get_running_loop().create_task(asyncio.sleep(9), name="forgotten")

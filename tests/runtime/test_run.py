@@ -9,7 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,8 @@ async def run_and_interfere(
     job: Path,
     overrides: tuple[str, ...],
     interfere: Callable[[Driver, DaskWorkers], Awaitable[None]],
-    once_placed: str = "",
 ) -> Driver:
-    """Run a job and call `interfere` once a step is done, or once the named actor has its process."""
+    """Run a job and call `interfere` once a step is done."""
     config = loading.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
@@ -114,7 +113,7 @@ async def run_and_interfere(
     driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, RunListener())
 
     async def interfering() -> None:
-        while not (once_placed in cluster.placed if once_placed else driver.report.steps):
+        while not driver.report.steps:
             await asyncio.sleep(0.05)
         await interfere(driver, cluster)
 
@@ -141,63 +140,35 @@ def run_and_strike(
     overrides: tuple[str, ...],
     victim: str,
     strike: signal.Signals | Callable[[int], None],
-    *,
-    at_start: bool = False,
 ) -> Driver:
-    """Run a job and `strike` the worker process of the actor `victim` once a step is done, or at its start; with a
-    signal, or with a function of the process."""
-    struck: list[int] = []
+    """Run a job and `strike` the worker process of the actor `victim` once a step is done: with a signal, or with a
+    function of the process."""
 
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
-        struck.append(await process_of(cluster, victim))
+        process = await process_of(cluster, victim)
         if isinstance(strike, signal.Signals):
-            os.kill(struck[0], strike)
+            os.kill(process, strike)
         else:
-            strike(struck[0])
+            strike(process)
 
-    try:
-        return asyncio.run(run_and_interfere(job, overrides, interfere, victim if at_start else ""))
-    finally:
-        kill_left(struck)
+    return asyncio.run(run_and_interfere(job, overrides, interfere))
 
 
-def kill_left(pids: Iterable[int]) -> None:
-    """Kill the processes of a list that are left, such as those that a signal has stopped."""
-    for pid in pids:
-        if Path(f"/proc/{pid}").exists():
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("blow", "role"),
-    [
-        (signal.SIGKILL, "server"),
-        pytest.param(signal.SIGSTOP, "server", marks=pytest.mark.slow),
-        # A trainer's rank is lost by default in test_run_ranks.py.
-        pytest.param(signal.SIGKILL, "trainer", marks=pytest.mark.slow),
-    ],
-    ids=["killed", "hung", "killed, then the trainer"],
-)
-def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path, blow: signal.Signals, role: str) -> None:
+def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path) -> None:
     """The trajectories of a rollout worker continue on the other instance and on the replacement. A role that is killed
     later is restored while engines stay loaded."""
-    struck: list[int] = []
 
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
-        struck.append(await process_of(cluster, "rollout-0"))
-        os.kill(struck[0], blow)
+        os.kill(await process_of(cluster, "rollout-0"), signal.SIGKILL)
         steps = len(driver.report.steps)
         while not driver.report.actor_losses or len(driver.report.steps) < steps + 2:
             await asyncio.sleep(0.05)
-        os.kill(await process_of(cluster, role), signal.SIGKILL)
+        os.kill(await process_of(cluster, "server"), signal.SIGKILL)
 
     overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2", "deadlines.call_s=6")
-    try:
-        driver = asyncio.run(run_and_interfere(job, overrides, interfere))
-    finally:
-        kill_left(struck)
+    driver = asyncio.run(run_and_interfere(job, overrides, interfere))
     first, second = driver.report.actor_losses
-    assert "rollout-0 " in first and f"{role} is gone" in second
+    assert "rollout-0 " in first and "server is gone" in second
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 8 * 16
     instances = {str(segment.instance) for row in store.trajectories() for segment in row.trajectory.segments}
@@ -252,49 +223,6 @@ def test_ctrl_c_during_start_stops_at_once(job: Path) -> None:
         assert process.wait(60) == 130
     assert "stopped: interrupted; no step was finished" in rest
     assert "Traceback" not in rest
-
-
-@pytest.fixture
-def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
-    """A scheduler and four workers started with the `dask` command, with roles as resources; yields the scheduler
-    file."""
-    file = tmp_path / "scheduler.json"
-    dask = [sys.executable, "-m", "dask"]
-    common = ["--scheduler-file", str(file), "--no-dashboard"]
-    processes = [subprocess.Popen([*dask, "scheduler", *common, "--port", "0"], env=ENVIRONMENT)]
-    begun: set[str] = set()
-    for resources in ("server=1,reward=1", "rollout=1", "rollout=1", "trainer=1"):
-        worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
-        # A new interpreter for each role, in which nothing is imported yet; forked if there is one of the role.
-        start = forking.Popen if resources in begun else subprocess.Popen
-        begun.add(resources)
-        processes.append(start(worker, env=ENVIRONMENT, cwd=tmp_path))
-    yield file
-    scheduler, *workers = processes
-    for group in (workers, [scheduler]):  # workers say goodbye to a scheduler that is still there
-        for process in group:
-            process.terminate()
-        for process in group:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-@pytest.mark.slow  # by default test_jobs.py has a cluster by hand, test_tls_cluster.py one of new interpreters
-def test_a_cluster_with_roles_as_worker_resources_runs_a_job(job: Path, foreign_cluster: Path) -> None:
-    where = (
-        "cluster.kind=file",
-        f"cluster.scheduler_file={foreign_cluster}",
-        "rollout.instances=2",
-        "reward.workers=2",
-    )
-    # A relative path: the workers were started in another folder.
-    end = run(job, *where, f"runs_dir={os.path.relpath(job.parent / 'here')}")
-    assert end.run_dir == job.parent / "here" / "job"
-    store = check(end.run_dir, 5)
-    assert {s.instance for e in store.trajectories() for s in e.trajectory.segments} <= {"rollout-0", "rollout-1"}
 
 
 def test_a_failed_run_gives_one_message_and_exit_code_1(

@@ -6,9 +6,6 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
-from staleflow.pipeline.stored_runs.training import execute_plan, make_plan
 from staleflow.stores.trajectory import Fate
 from staleflow.stores.weights.resume_points import ResumePoints
 from tests.runtime.test_run import check, run_and_strike, staleflow
@@ -33,25 +30,3 @@ def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Pa
     assert points.path(points.complete_versions()[-1]).is_file()
     config = json.loads((folder / "checkpoints" / "step-000006" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-
-
-@pytest.mark.slow  # by default test_start_failures.py and test_workers.py lose actors while they start
-@pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
-def test_a_rank_killed_during_start_is_replaced(job: Path, victim: str) -> None:
-    driver = run_and_strike(job, RANKS, victim, signal.SIGKILL, at_start=True)
-    assert len(driver.report.actor_losses) == 1
-    store = check(job.parent / "runs" / "job", 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
-@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
-def test_each_rank_may_be_killed_or_hang(job: Path, victim: str, blow: signal.Signals) -> None:
-    driver = run_and_strike(job, (*RANKS, "deadlines.silent_s=20"), victim, blow)
-    assert len(driver.report.actor_losses) == 1
-    folder = job.parent / "runs" / "job"
-    store = check(folder, 5)
-    assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 5 * 16
-    undisturbed = execute_plan(make_plan(folder, folder.with_name("again")), None, lambda _: None)
-    assert (undisturbed.steps, undisturbed.same_steps) == (5, 5)

@@ -75,8 +75,13 @@ def flat_gradient(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
-@pytest.mark.parametrize("name", [name for name in LOSSES.names if name != "dpo"])  # which is of pairs
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        *((name, "token_mean") for name in LOSSES.names if name != "dpo"),  # which is of pairs
+        *(("decoupled_ppo", name) for name in AGGREGATION_NAMES if name != "token_mean"),
+    ],
+)
 def test_gradient_matches_one_pass_per_sampled_token(name: str, aggregation: str, tiny_model: Path) -> None:
     loss = entry(LOSSES, name)
     policy_trainer = trainer(

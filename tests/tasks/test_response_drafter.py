@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.engines import response_drafter
 from staleflow.tasks.engines.response_drafter import MAX_PENDING_RESPONSES, Drafter, IndexedText, PromptIndex
 
 PROMPT = (3, 10, 14, 7)
@@ -270,11 +269,3 @@ def shared(end: tuple[int, ...], before: tuple[int, ...]) -> int:
     while count < min(len(end), len(before)) and end[-1 - count] == before[-1 - count]:
         count += 1
     return count
-
-
-def test_priors_grow_with_agreement() -> None:
-    assert list(response_drafter.PRIORS) == sorted(response_drafter.PRIORS)
-    results = [
-        response_drafter._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)
-    ]
-    assert set(results) == set(range(len(response_drafter.PRIORS)))

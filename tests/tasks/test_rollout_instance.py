@@ -468,12 +468,6 @@ async def test_a_response_with_a_non_finite_logprob_fails(tmp_path: Path) -> Non
     assert np.isfinite(held.logprobs).all()
 
 
-def test_the_error_of_a_non_finite_logprob_has_its_position_in_the_response() -> None:
-    finite, other = sampled_segment([7, 8]), sampled_segment([9, 7], [-1.0, np.nan], version=1)
-    error = rollout_instance._non_finite_error(delivery(0, finite, other, start=5))
-    assert error.startswith("token 8 of the response has a logprob of nan under version 1 on a;")
-
-
 async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path: Path) -> None:
     """Tokens, epochs, rewards, batches and endings, during a run whose other actors continue."""
     world = World(length=lambda trajectory: 9 if trajectory < 5 else 90)
