@@ -160,8 +160,6 @@ def make_dry_job(job: Job, runs_dir: Path) -> Job:
         "workload": dataclasses.replace(
             config.workload, kind="lognormal", median=max(1.0, max_new_tokens / 4), prompts="task"
         ),
-        "simulation": dataclasses.replace(
-            config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1, cost_error=0.0
-        ),
+        "simulation": dataclasses.replace(config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1),
     }
     return with_values(config, values)

@@ -63,8 +63,7 @@ class SimulationConfig:
     )
     cost_error: float = knob(
         0.0,
-        "median relative error of rollout.cost on decode steps that its fit left out, as `staleflow profile` measures "
-        "it; above 0 a run stores a forecast of itself before its first step",
+        "median relative error of rollout.cost on decode steps that its fit left out; `staleflow profile` measures it",
         low=0,
     )
     replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=MAX_EMULATED_S)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from staleflow.pipeline.cluster.job_lookup import refuse_second_job
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import check_teacher_models, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.forecasting import prepare_forecast, settings_digest
+from staleflow.pipeline.jobs.forecasting import remove_other_forecast, settings_digest
 from staleflow.pipeline.jobs.starts import StartRecorder
 from staleflow.pipeline.processes.worker_protocol import ClusterLost
 from staleflow.pipeline.recovery import source_fingerprints
@@ -98,7 +98,8 @@ async def execute(
             await check_gpus(config, security)
             lock.enter_context(create_and_lock(run_dir))
         config, fingerprints, input_changes = _prepare_folder(config, resume=resume)
-        forecast = None if resume else await lock.enter_async_context(_preparing_forecast(config, job_digest))
+        if not resume and (line := remove_other_forecast(run_dir, job_digest)):
+            listener.on_line(line)
         workers = await (
             connect(config, security) if task is None else connect(config, task.security, within_s=BUSY_SCHEDULER_S)
         )
@@ -116,8 +117,6 @@ async def execute(
                 raise StoppedBeforeStart(reason)
             if workers.placement_text:
                 listener.on_line(f"GPUs: {workers.placement_text}")
-            if forecast is not None and (line := await forecast):
-                listener.on_line(line)
             actors = Actors(config, workers, run_dir, facts)
             with capturing_warnings(reporter.on_line):
                 report = await _train(
@@ -147,19 +146,6 @@ async def _enter_registry(config: RunConfig, workers: DaskWorkers) -> None:
     client = workers.client
     with raised_as(ClusterLost, "cluster: the scheduler does not answer", OSError):
         refuse_second_job(await job_registry.ask(client, "submit", **job_facts, submitter=str(client.id)))
-
-
-@contextlib.asynccontextmanager
-async def _preparing_forecast(config: RunConfig, job_digest: str) -> AsyncIterator[asyncio.Future[str]]:
-    """Context manager: makes a run's forecast in a thread, and yields the future of its line for the user. At its end
-    the thread writes no more into the run's folder."""
-    stop = threading.Event()
-    forecast = asyncio.ensure_future(asyncio.to_thread(prepare_forecast, config, job_digest, stop))
-    try:
-        yield forecast
-    finally:
-        stop.set()
-        await asyncio.wait({forecast})
 
 
 async def _train(

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,47 +28,26 @@ from staleflow.pipeline.simulator.run_forecast import (
     predict_ranges,
 )
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.errors import StaleflowError, StoreError, raised_as
+from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.workload import RecordedWorkload
 
 FORECAST_FILE = "forecast.json"
-START_LIMIT_S = 10.0
-"""Most seconds that a starting run simulates itself, while its processes start; `staleflow plan` has no limit."""
 MAX_SEED = 2**31
 """Limit of a job's seed."""
 
 
-class ForecastTooSlow(StaleflowError):
-    """The simulations of a forecast took too long."""
-
-
-def make_forecast(
-    config: RunConfig, basis: str, job_digest: str, limit_s: float = math.inf, stop_event: threading.Event | None = None
-) -> Forecast:
+def make_forecast(config: RunConfig, basis: str, job_digest: str) -> Forecast:
     """Forecast a run from simulations with seeds other than its own.
 
     Args:
         config: The job, with measured times; see `simulation.cost_error`.
         basis: The origin of these times, for display.
         job_digest: `settings_digest` of the job that will run.
-        limit_s: Most seconds to simulate.
-        stop_event: Stops the simulations when it is set; None: nothing does.
 
     Raises:
-        ForecastTooSlow: The limit was reached, or the simulations were stopped.
         ConfigError, StoreError: The recorded responses cannot be read.
     """
-    end_s = time.monotonic() + limit_s
-
-    def check_time(*_: object) -> None:
-        if stop_event is not None and stop_event.is_set():
-            raise ForecastTooSlow("the run ended before its simulations")
-        if time.monotonic() > end_s:
-            raise ForecastTooSlow(
-                f"its simulations take more than {limit_s:g} s; `staleflow plan` makes one before the run"
-            )
-
     recorded = actor_settings.make_workload(config) if config.workload.kind == "recorded" else None
     time_scale = config.rollout.engine.time_scale
     measured, causes = [], []
@@ -82,7 +58,7 @@ def make_forecast(
             if isinstance(recorded, RecordedWorkload)
             else actor_settings.make_workload(seeded)
         )
-        trace = SimulatedRun(seeded, workload, observe=check_time).run()
+        trace = SimulatedRun(seeded, workload).run()
         steps = [{**step, "elapsed_s": step["elapsed_s"] / time_scale} for step in as_metrics(trace.steps)]
         measured.append(measure_run(steps))
         diagnosis = compute_stats(seeded, trace).diagnosis
@@ -116,28 +92,17 @@ def read_forecast(run_dir: Path) -> Forecast | None:
     return read_json_file(run_dir / FORECAST_FILE, Forecast, "remove it to continue without a forecast")
 
 
-def prepare_forecast(config: RunConfig, job_digest: str, stop_event: threading.Event | None = None) -> str:
-    """Make the forecast of a run that starts, unless it was planned: if its job has measured times.
-
-    Args:
-        config: The job.
-        job_digest: Its `settings_digest`.
-        stop_event: As in `make_forecast`.
-
-    Returns:
-        A line for the user; empty if there is nothing to say.
-    """
+def remove_other_forecast(run_dir: Path, job_digest: str) -> str:
+    """Remove the forecast in a starting run's folder if it is of a job with other settings. Returns a line for the
+    user; empty if there is nothing to say. job_digest: `settings_digest` of the run's job."""
     try:
-        planned = read_forecast(config.run_dir)
-        if planned is not None and planned.job == job_digest:
-            return ""
-        (config.run_dir / FORECAST_FILE).unlink(missing_ok=True)
-        if config.simulation.cost_error:
-            forecast = make_forecast(config, "the times of its profile", job_digest, START_LIMIT_S, stop_event)
-            write_forecast(config.run_dir, forecast)
-    except Exception as error:  # noqa: BLE001  of strategies, too; a run does not need its forecast
+        planned = read_forecast(run_dir)
+    except StoreError as error:  # a run does not need its forecast
         return f"no forecast of this run: {error}"
-    return "" if planned is None else "the forecast in the run's folder was for other settings, and was removed"
+    if planned is None or planned.job == job_digest:
+        return ""
+    (run_dir / FORECAST_FILE).unlink(missing_ok=True)
+    return "the forecast in the run's folder was for other settings, and was removed"
 
 
 def compare_forecast(run_dir: Path, steps: Sequence[Mapping[str, float]], bottleneck: str) -> ForecastComparison | None:

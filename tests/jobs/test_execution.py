@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from staleflow.pipeline.jobs import execution, summary
 from staleflow.pipeline.jobs.execution import StoppedBeforeStart, StopRequest
 from staleflow.pipeline.processes import dask_workers
 from staleflow.pipeline.processes.worker_protocol import ClusterLost
-from staleflow.pipeline.recovery import job_record, run_folder
+from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.runtime.run_report import RunListener, RunReport
 from staleflow.stores.errors import StoreError
 
@@ -65,7 +64,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> WorkersStub:
     monkeypatch.setattr(user_files, "check_user_code", lambda config: None)
     monkeypatch.setattr(execution, "_prepare_folder", lambda config, *, resume: (config, None, []))
     monkeypatch.setattr(execution, "Actors", lambda *_: None)
-    monkeypatch.setattr(execution, "prepare_forecast", lambda *_: "")
     monkeypatch.setattr(execution, "_train", train)
     monkeypatch.setattr(summary, "write_summary", lambda *_: {})
     monkeypatch.setattr(dask_workers, "check_gpus", answer)
@@ -132,23 +130,3 @@ async def test_a_scheduler_that_does_not_answer_is_named(
     monkeypatch.setattr(job_registry, "ask", time_out)
     with pytest.raises(ClusterLost, match="cluster: the scheduler does not answer: timed out"):
         await execution.execute(config, RunListener())
-
-
-async def test_the_forecast_ends_before_the_folder_is_unlocked(
-    config: RunConfig, workers: WorkersStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked: list[bool] = []
-
-    def forecast(config: RunConfig, job_digest: str, stop: threading.Event) -> str:
-        assert stop.wait(60.0)
-        locked.append(run_folder.is_in_use(config.run_dir))
-        return ""
-
-    async def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no cluster")
-
-    monkeypatch.setattr(execution, "prepare_forecast", forecast)
-    monkeypatch.setattr(dask_workers, "connect", refuse)
-    with pytest.raises(OSError, match="no cluster"):
-        await execution.execute(config, RunListener())
-    assert locked == [True]
