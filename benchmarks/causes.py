@@ -32,7 +32,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.run_report import RunListener
-from staleflow.pipeline.stored_runs import bisection, bisection_lines, cause_search
+from staleflow.pipeline.stored_runs import bisection, bisection_page, cause_search
 from staleflow.pipeline.strategies.synchronization import Staggered
 
 SINCE, AT = 14, 22
@@ -211,8 +211,8 @@ def plant(folder: Path, cause: Cause, prompts: int) -> None:
         (run / "planted").touch()
         return
     plan = with_prompts(bisection.make_plan(run, SINCE, AT, "right"), prompts)
-    result = bisection.bisect(plan, lambda event: print(event["say"], flush=True))
-    print("\n".join(bisection_lines.result_lines(result)))
+    result = bisection_page.write(run, bisection.bisect(plan, lambda event: print(event["say"], flush=True)))
+    print("\n".join(bisection_page.result_lines(result)))
     answer = result.reason if result.cause is None else result.cause.change.label
     (folder / f"{slug(cause)}.json").write_text(
         json.dumps(

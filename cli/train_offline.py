@@ -147,11 +147,12 @@ def bisect(run: str, at: int, since: int | None, metric: str, as_json: bool, clu
     """Find the smallest change that prevents that a policy became worse between two versions.
 
     The steps between them are trained again, each time with one change: settings of before a resume, without a part of
-    the reward, without rows that stand out, without steps and groups. Each result answers the held-out prompts.
+    the reward, without rows that stand out, without steps and groups. Each result answers the held-out prompts. A page
+    in the run's folder shows all.
     """
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
-    from staleflow.pipeline.stored_runs.bisection_lines import result_lines
+    from staleflow.pipeline.stored_runs.bisection_page import result_lines
 
     stored_run = open_run(run)
     with cluster_client(cluster) as client, training_progress(quiet=as_json) as report:

@@ -380,7 +380,7 @@ class Run(RunData):
 
         The steps between two versions are trained again without parts of their rows, without parts of the reward, or
         with settings as they were before a resume, and the held-out prompts are answered by each result. `unlearn` then
-        makes a policy without the rows.
+        makes a policy without the rows. A page in the run's folder shows the result.
 
         Args:
             at: Version with a lower reward.
@@ -395,7 +395,7 @@ class Run(RunData):
         Raises:
             ConfigError: The versions are not those of the run, or there are no held-out prompts to measure on.
         """
-        from staleflow.pipeline.stored_runs import bisection
+        from staleflow.pipeline.stored_runs import bisection, bisection_page
         from staleflow.pipeline.stored_runs.pool import run_training
 
         self._require_newest("bisect")
@@ -406,7 +406,7 @@ class Run(RunData):
             plan = bisection.make_plan(self._path, first, at, metric)
             ranks = max(part.config.training.ranks for part in plan.parts)
             result: Bisection = run_training(bisection.bisect, plan, ranks, client, report or _ignore)
-            return result
+            return bisection_page.write(self._path, result)
 
     def _new_folder(self, suffix: str, out: str | Path | None) -> Path:
         """The folder for a result: `out`, or by default one beside the run's."""

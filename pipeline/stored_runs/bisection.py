@@ -99,6 +99,8 @@ class Bisection(SearchResult):
     same_weights: bool
     """Whether the unchanged training gives the weights that the run published, bit for bit."""
     elapsed_s: float = 0.0
+    page: str = ""
+    """File of the page that shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.runtime.evaluation_results import read_evaluations
 from staleflow.pipeline.runtime.run_report import RunListener
-from staleflow.pipeline.stored_runs import bisection, repeated_steps, training, unlearning
+from staleflow.pipeline.stored_runs import bisection, bisection_page, repeated_steps, training, unlearning
 from staleflow.pipeline.stored_runs.bisection import UNCHANGED, Bisection
 from staleflow.pipeline.stored_runs.cause_search import (
     MAX_TRAININGS,
@@ -58,6 +58,7 @@ from staleflow.tasks.training.advantage import DrGrpo
 from tests.commands import command, error_line
 from tests.conftest import JOB, REWARDS
 from tests.runtime.test_run import run
+from tests.support.browser import in_browser, open_page
 
 GROUPS, SIZE = 6, 4
 """Groups of a step, and members of a group."""
@@ -630,7 +631,7 @@ def result_of(*, found: bool) -> Bisection:
     step = attempt("without step 1", "step >= 1 and step <= 1", 32, prevents=True)
     group = attempt("without group 9", "group == 9", 4, prevents=found)
     controls, repeats = (
-        [attempt(f"{also}without group {n}", f"group == {n}", 4, prevents=False) for n in (1, 2)]
+        [attempt(f"{also}without group {n}<script>", f"group == {n}", 4, prevents=False) for n in (1, 2)]
         for also in ("", "without group 9, and ")
     )
     return Bisection(
@@ -662,6 +663,31 @@ def test_the_command_prints_each_change_and_how_to_unlearn_the_smallest(
     else:
         assert lines[-1] == "no cause found: no change alone prevents it"
     assert json.loads(command("bisect", stored, "--at", 3, "--json").stdout)["since"] == 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_page_shows_each_change_and_runs_nothing(tmp_path: Path, found: bool) -> None:
+    result = bisection_page.write(tmp_path, result_of(found=found))
+    text = Path(result.page).read_text()
+    assert result.page == str(tmp_path / "bisect-3.html")
+    assert text.count('class="row') == 2 + 6 + 1 and text.count("without group 1&lt;script&gt;") == 2
+    assert "<script" not in text and "http" not in text and text.count(' cause"') == found
+    assert ("staleflow unlearn &#x27;runs/a b&#x27; --where &#x27;group == 9&#x27;" in text) is found
+
+
+@in_browser
+@pytest.mark.parametrize("width", [360, 800, 1280])
+async def test_the_page_fits_its_window(tmp_path: Path, width: int) -> None:
+    result = bisection_page.write(tmp_path, result_of(found=True))
+    async with open_page(viewport={"width": width, "height": 800}) as page:
+        await page.goto(f"file://{result.page}")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        strips, dots = page.locator(".row .strip"), page.locator(".row .dot")
+        assert (await strips.count(), await dots.count()) == (9, 8)
+        for number in range(8):
+            strip, dot = await strips.nth(number).bounding_box(), await dots.nth(number).bounding_box()
+            assert strip["x"] <= dot["x"] and dot["x"] + dot["width"] <= strip["x"] + strip["width"]
+            assert strip["width"] > 150
 
 
 def test_a_row_that_cannot_be_read_ends_the_bisection(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
