@@ -16,7 +16,7 @@ from typing import Any
 from staleflow.pipeline.simulator.baselines import Baseline
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_groups import GroupState, LiveGroup
+from staleflow.stores.trajectory import GroupId, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +46,20 @@ class WindowedLedger(StalenessLedger):
         self.window = window
 
     def _has_batch(self) -> bool:
-        return super()._has_batch() and len(self._next_batch()) == self.groups_per_step
+        return super()._has_batch() and sum(map(len, self._next_batch().values())) == self.groups_per_step
 
-    def _next_batch(self) -> list[LiveGroup]:
-        live = [e for e in self.live_groups.values() if e.state is not GroupState.QUEUED]
-        live.sort(key=lambda e: (e.version, e.group))
-        picked: list[LiveGroup] = []
-        while live and len(picked) < self.groups_per_step:
-            last = live[0].group + self.window
-            entry = next((e for e in live if e.state is GroupState.OCCUPIED and e.group < last), None)
-            if entry is None:
+    def _next_batch(self) -> dict[PolicyVersion, list[GroupId]]:
+        finished = {(version, group) for version, groups in self._occupied.items() for group in groups}
+        in_play = sorted(finished | {(e.version, e.group) for e in self.live_groups.values() if e.is_reserved})
+        batch: dict[PolicyVersion, list[GroupId]] = {}
+        for _ in range(self.groups_per_step):
+            last = in_play[0][1] + self.window if in_play else 0
+            version, group = next(((v, g) for v, g in in_play if (v, g) in finished and g < last), (None, None))
+            if version is None or group is None:
                 break
-            picked.append(entry)
-            live.remove(entry)
-        return picked
+            batch.setdefault(version, []).append(group)
+            in_play.remove((version, group))
+        return batch
 
 
 @dataclass(frozen=True, slots=True)

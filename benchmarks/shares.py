@@ -108,7 +108,7 @@ class Share(SimulatedRun):
         """Lose the coordinator and its instances while a step is trained. Responses keep the tokens that were
         delivered. until_s: when another coordinator resumes the groups in flight, after the step is published."""
         ledger = self.coordinator.ledger
-        in_flight = [self._in_flight(group) for group in ledger.live_groups]
+        in_flight = [self._in_flight(group) for group in sorted({*ledger.live_groups, *ledger.finished_groups()})]
         self._tokens = {m.trajectory: m.tokens for group in in_flight for m in group.members if m.tokens}
         state = LedgerState(
             num_started=ledger.num_started, live=(), next_step=ledger.next_step, version=ledger.next_step,
@@ -122,9 +122,8 @@ class Share(SimulatedRun):
     def _in_flight(self, group: GroupId) -> GroupInFlight:
         trajectories = self.coordinator._state.live_trajectories.values()
         members = [_delivered_part(t) for t in trajectories if t.group == group]
-        for trajectory, version in (
-            () if members else self.coordinator.ledger.live_groups[group].member_versions.items()
-        ):
+        finished_members = ((), ()) if members else self.coordinator.ledger.finished_groups()[group]
+        for trajectory, version in zip(*finished_members, strict=True):
             reward = self._workload.reward(*self._workload_index(trajectory))
             members.append(
                 MemberInFlight(

@@ -23,10 +23,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
+import numpy as np
 from cattrs import Converter, ForbiddenExtraKeysError, transform_error
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
@@ -36,6 +37,8 @@ PlainValue = Any
 TAG = "type"
 INT_LIMIT = 2**64
 """Limit of the absolute value of integers, because msgpack has no larger ones."""
+RUN_LIMIT = 2**24
+"""Limit of the length of a run, so that a damaged one does not fill the memory."""
 
 
 def parse_json(text: str | bytes) -> PlainValue:
@@ -53,6 +56,7 @@ class Codec:
         tagged: Classes whose values include the class name.
         omit_defaults: Fields of other classes that are omitted when they have their default.
         stored_names: Of other classes, the names that fields are stored under, if they are others than the fields'.
+        runs: Fields of integers that are stored as runs, with the step of the runs: see `encode_runs`.
     """
 
     def __init__(
@@ -60,12 +64,15 @@ class Codec:
         tagged: tuple[type, ...] = (),
         omit_defaults: Mapping[type, tuple[str, ...]] = MappingProxyType({}),
         stored_names: Mapping[type, Mapping[str, str]] = MappingProxyType({}),
+        runs: Mapping[type, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
         self._overrides: dict[type, Any] = {
             cls: {name: override(omit_if_default=True) for name in names} for cls, names in omit_defaults.items()
         }
         for cls, names in stored_names.items():
             self._overrides.setdefault(cls, {}).update({name: override(rename=names[name]) for name in names})
+        for cls, steps in runs.items():
+            self._overrides.setdefault(cls, {}).update({name: _runs_override(step) for name, step in steps.items()})
         self._converter = converter = Converter()
         for builtin_type in (int, float, str, bool):
             converter.register_structure_hook(builtin_type, _exact_decoder(builtin_type))
@@ -78,13 +85,13 @@ class Codec:
         )
         converter.register_unstructure_hook_factory(_is_dict, self._dict_encoder)
         converter.register_structure_hook_factory(_is_dict, self._dict_decoder)
-        # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
-        converter.register_unstructure_hook_factory(lambda cls: cls in tagged, self._tagged_encoder)
-        converter.register_structure_hook_factory(lambda cls: cls in tagged, lambda cls: self._tagged_decoder((cls,)))
         converter.register_unstructure_hook_factory(
             lambda cls: cls in self._overrides,
             lambda cls: make_dict_unstructure_fn(cls, converter, **self._overrides[cls]),
         )
+        # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
+        converter.register_unstructure_hook_factory(lambda cls: cls in tagged, self._tagged_encoder)
+        converter.register_structure_hook_factory(lambda cls: cls in tagged, lambda cls: self._tagged_decoder((cls,)))
 
     def encode(self, value: Any) -> PlainValue:
         """Convert a dataclass to plain values."""
@@ -109,7 +116,8 @@ class Codec:
         return structure
 
     def _tagged_encoder(self, cls: type[Any]) -> Callable[[Any], dict[str, Any]]:
-        encode_fields = make_dict_unstructure_fn(cls, self._converter, _cattrs_omit_if_default=True)
+        overrides = self._overrides.get(cls, {})
+        encode_fields = make_dict_unstructure_fn(cls, self._converter, _cattrs_omit_if_default=True, **overrides)
         name = cls.__name__
         return lambda value: {TAG: name, **encode_fields(value)}
 
@@ -117,7 +125,9 @@ class Codec:
         """Make the decoder of tagged classes. Unknown fields are errors, because a renamed field would silently get its
         default."""
         decoders = {
-            cls.__name__: make_dict_structure_fn(cls, self._converter, _cattrs_forbid_extra_keys=True)
+            cls.__name__: make_dict_structure_fn(
+                cls, self._converter, _cattrs_forbid_extra_keys=True, **self._overrides.get(cls, {})
+            )
             for cls in classes
         }
 
@@ -148,6 +158,39 @@ class Codec:
             return {decode_key(k, key): decode_value(v, value_type) for k, v in value.items()}
 
         return structure
+
+
+def encode_runs(values: Sequence[int], step: int) -> list[list[int]]:
+    """Encode integers as runs: [first, count] of as many as each differ from the one before by `step`.
+
+    >>> encode_runs((4, 5, 6, 9), step=1), encode_runs((2, 2, 3), step=0)
+    ([[4, 3], [9, 1]], [[2, 2], [3, 1]])
+    """
+    array = np.fromiter(values, np.int64, len(values))
+    starts = np.flatnonzero(np.diff(array, prepend=array[:1] - step - 1) != step)
+    runs: list[list[int]] = np.stack([array[starts], np.diff(starts, append=len(array))], axis=1).tolist()
+    return runs
+
+
+def decode_runs(value: PlainValue, step: int) -> tuple[int, ...]:
+    """Decode the integers that `encode_runs` has encoded, or a list of them, as earlier versions have stored them.
+
+    >>> decode_runs([[4, 3], [9, 1]], step=1), decode_runs([9, 4], step=1)
+    ((4, 5, 6, 9), (9, 4))
+    """
+    integers: list[int] = []
+    for item in _require_list(value):
+        first, count = _require_list(item) if type(item) is not int else (item, 1)
+        if type(first) is not int or type(count) is not int or not 0 < count <= RUN_LIMIT or abs(first) >= INT_LIMIT:
+            raise ValueError(f"expected integers or [first, count], got {item!r}"[:100])
+        integers += range(first, first + count) if step else [first] * count
+    return tuple(integers)
+
+
+def _runs_override(step: int) -> Any:
+    return override(
+        unstruct_hook=lambda values: encode_runs(values, step), struct_hook=lambda value, _: decode_runs(value, step)
+    )
 
 
 def _is_dict(cls: Any) -> bool:

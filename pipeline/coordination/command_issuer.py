@@ -136,7 +136,7 @@ class CommandIssuer:
             self.release_cache(ending.trajectory, trajectory.cached_instance)
             if trajectory.has_open_environment:
                 self.close_environment(ending.trajectory)
-            if ending.group not in self._state.ledger.live_groups:
+            if not self._state.ledger.is_live(ending.group):
                 self._forecast.remove_group(ending.group)
             self._decision_log.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
 

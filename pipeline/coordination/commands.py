@@ -97,7 +97,7 @@ class CloseEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Run training step `step` on these trajectories; members of a group are adjacent."""
+    """Run training step `step` on these trajectories; members of a group are adjacent, in the order of their ids."""
 
     step: int
     trajectories: tuple[TrajectoryId, ...]

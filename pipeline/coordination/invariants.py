@@ -8,7 +8,6 @@ from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger_groups import GroupState
 from staleflow.stores.trajectory import InstanceId, is_evaluation
 
 
@@ -16,12 +15,7 @@ def validate(state: CoordinatorState) -> None:
     """Check all invariants. O(live trajectories). Raises `ProtocolViolation` for the first that is broken."""
     state.ledger.validate()
     state.fleet.validate()
-    members = {
-        member
-        for entry in state.ledger.live_groups.values()
-        if entry.state is not GroupState.OCCUPIED
-        for member in entry.members
-    }
+    members = {member for entry in state.ledger.live_groups.values() for member in entry.members}
     if state.evaluation is not None:
         members |= state.evaluation.members
     if members != state.live_trajectories.keys():
@@ -35,7 +29,7 @@ def validate(state: CoordinatorState) -> None:
     num_in_phase = Counter(trajectory.phase for trajectory in state.live_trajectories.values())
     if any(num_in_phase[phase] != state.num_in_phase[phase] for phase in Phase):
         raise ProtocolViolation(f"trajectories by phase are {num_in_phase}, but {state.num_in_phase} are counted")
-    unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if entry.state is GroupState.QUEUED}
+    unreserved_groups = {g for g, entry in state.ledger.live_groups.items() if not entry.is_reserved}
     if unreserved_groups != state.unreserved_groups:
         raise ProtocolViolation(f"unreserved groups differ: {sorted(unreserved_groups ^ state.unreserved_groups)[:10]}")
     waiting_levels = {

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from staleflow.pipeline.coordination.commands import Command, Pull, Route
+from staleflow.pipeline.coordination.commands import Command, Discard, Pull, Route, Train
 from staleflow.pipeline.coordination.coordinator import MAX_PULLS_PER_EVENT, MAX_ROUTES_PER_EVENT, Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, RunResumed
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError, raised_as, strerror
@@ -41,6 +41,7 @@ CODEC = Codec(
         MemberInFlight,
         SourceState,
     ),
+    runs={Train: {"trajectories": 1, "versions": 0}},
 )
 OUTCOME_KEY_PATTERN = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """Pattern of a fate and its reason in `RunResumed`."""
@@ -273,7 +274,22 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> ReplayC
             difference = f"event {num_events}: {str(violation).splitlines()[0]}"
             return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)
         num_commands += len(commands)
-        if tuple(commands) != entry.commands:
+        size = coordinator.ledger.group_size
+        replayed, recorded = ([_without_order(c, size) for c in cs] for cs in (commands, entry.commands))
+        if replayed != recorded:
             difference = f"event {num_events}, {entry.event}: commands {commands}, recorded {list(entry.commands)}"
             return ReplayComparison(num_events=num_events, num_commands=num_commands, difference=difference)
     return ReplayComparison(num_events=num_events, num_commands=num_commands, difference="")
+
+
+def _without_order(command: Command, group_size: int) -> object:
+    """A command without the orders that were others in earlier versions: those of the members of a group that is
+    trained on, and of trajectories that end together."""
+    match command:
+        case Train():
+            members = list(zip(command.trajectories, command.versions, strict=False))
+            return command.step, [sorted(members[i : i + group_size]) for i in range(0, len(members), group_size)]
+        case Discard():
+            return sorted(zip(command.endings, command.versions, strict=False), key=lambda pair: pair[0].trajectory)
+        case _:
+            return command

@@ -10,7 +10,6 @@ from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.pipeline.strategies.routing import CacheAffinity, Candidate, Routing
-from staleflow.stores.staleness.ledger_groups import GroupState
 from staleflow.stores.trajectory import PolicyVersion
 
 
@@ -86,7 +85,7 @@ class RoutePlanner:
         if trajectory.v_traj >= 0:
             return trajectory.v_traj
         ledger = self._state.ledger
-        is_queued = ledger.live_groups[trajectory.group].state is GroupState.QUEUED
+        is_queued = not ledger.live_groups[trajectory.group].is_reserved
         # If an older version is accepted, so is a newer one. Few versions are served at a time.
         for version in self._state.fleet.distinct_versions():
             if is_queued:

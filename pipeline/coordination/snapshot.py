@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.stores.staleness.ledger_groups import BufferView, GroupState
+from staleflow.stores.staleness.ledger_groups import BufferView
 from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
 
@@ -73,8 +73,8 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int]) -> Snapshot
             fate.value if reason is AbortReason.NONE else outcome_key(fate, reason): n
             for (fate, reason), n in ledger.num_ended.items()
         },
-        staleness_in_flight=ledger.mean_lag(GroupState.RESERVED),
-        staleness_in_queue=ledger.mean_lag(GroupState.OCCUPIED),
+        staleness_in_flight=ledger.mean_lag(finished=False),
+        staleness_in_queue=ledger.mean_lag(finished=True),
         buffers=ledger.buffer_views(),
         instances=tuple(
             InstanceView(i.id, i.version, i.is_pulling, i.num_running, i.max_running, i.kv_tokens, i.kv_capacity)

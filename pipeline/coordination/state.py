@@ -23,7 +23,7 @@ from staleflow.pipeline.coordination.work_queue import EVALUATION, UNRESERVED, W
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, NewGroup
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_groups import Consumption, Ending, GroupState
+from staleflow.stores.staleness.ledger_groups import Consumption, Ending
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
@@ -161,7 +161,7 @@ class CoordinatorState(ReplanFlags):
         for member in sorted(group.members, key=lambda member: member.version):
             if member.version >= 0:
                 self.ledger.reserve(group.group, member.trajectory, member.version)
-        if self.ledger.live_groups[group.group].state is GroupState.QUEUED:
+        if not self.ledger.live_groups[group.group].is_reserved:
             self.unreserved_groups.add(group.group)
         for trajectory in restore_members(group, sampled_phase, self.now):
             self._add(trajectory)
@@ -173,8 +173,9 @@ class CoordinatorState(ReplanFlags):
     def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
         """Make a complete group available to the trainer. Only the ledger keeps its members. Returns the trajectories
         that became surplus."""
+        trained_members = self.ledger.live_groups[group].completed[: self.ledger.group_size]
         discarded_trajectories = self._remove_ended(self.ledger.occupy(group))
-        for member in self.ledger.live_groups[group].completed:
+        for member in trained_members:
             trajectory = self.live_trajectories.pop(member)
             self._enter_phase(trajectory, next_phase(trajectory.phase, Transition.OCCUPIED))
         return discarded_trajectories
@@ -189,14 +190,12 @@ class CoordinatorState(ReplanFlags):
 
     def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Abort all trajectories in flight, and those that wait for the trainer."""
-        for entry in self.ledger.live_groups.values():
-            for member, version in entry.member_versions.items() if entry.state is GroupState.OCCUPIED else ():
-                self._add(
-                    LiveTrajectory(id=member, group=entry.group, prompt_tokens=0, phase=Phase.DONE, v_traj=version)
-                )
-        return self._remove_ended(
-            [ending for group in tuple(self.ledger.live_groups) for ending in self.ledger.abort(group, reason)]
-        )
+        finished_groups = self.ledger.finished_groups()
+        for group, (members, versions) in finished_groups.items():
+            for member, version in zip(members, versions, strict=True):
+                self._add(LiveTrajectory(id=member, group=group, prompt_tokens=0, phase=Phase.DONE, v_traj=version))
+        groups = (*finished_groups, *self.ledger.live_groups)
+        return self._remove_ended([ending for group in groups for ending in self.ledger.abort(group, reason)])
 
     def consume(self) -> tuple[Consumption, tuple[DiscardedTrajectory, ...]]:
         """Consume the batch of the next step. Returns it, and the trajectories that became surplus."""
@@ -507,7 +506,7 @@ class CoordinatorState(ReplanFlags):
                 {
                     ending.group: (ending.fate, ending.reason)
                     for ending in reversed(endings)
-                    if ending.group not in self.ledger.live_groups
+                    if not self.ledger.is_live(ending.group)
                 }
             )
         for ending in endings:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+import numpy as np
+
 from staleflow.pipeline.coordination import commands, events
 from staleflow.pipeline.profiling.fit import CostModelFit
 from staleflow.pipeline.profiling.latencies import LatencyTracker
@@ -216,7 +218,8 @@ class TimeTracker:
                 self._set_pulling(self._instances[command.instance], pulling=True)
             case commands.Train():
                 self._is_training = True
-                self._remove_groups({GroupId(trajectory // self._group_size) for trajectory in command.trajectories})
+                ids = np.fromiter(command.trajectories, np.int64, len(command.trajectories))
+                self._remove_groups({*(ids // self._group_size).tolist()})
             case commands.Discard():
                 for ending in command.endings:
                     self._discard(ending)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.stores.serialization import decode_runs
+
 JsonObject = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
@@ -282,7 +284,7 @@ class JournalIndex:
     def _on_train(self, command: JsonObject, now: float) -> None:
         self.training.set(now, 1)
         self.step.set(now, command["step"])
-        for id in command["trajectories"]:
+        for id in decode_runs(command["trajectories"], step=1):
             self._mark(id, now, TRAINED, detail=command["step"])
             self._clear_phase(id)
 

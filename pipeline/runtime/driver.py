@@ -30,7 +30,7 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import commands, events
-from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.coordinator import MAX_ROUTES_PER_EVENT, Coordinator
 from staleflow.pipeline.coordination.mixture import SourceCounts
 from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.processes.background import BackgroundTasks
@@ -69,9 +69,7 @@ TICKS_PER_FULL_COLLECTION = 7200
 all others are limited to the objects since the previous tick."""
 START_REPORT_S = 2.0
 """Seconds between two reports on the progress of the start."""
-GROUPS_PER_EVENT = 32
-"""Groups that arrive in one event, so that many groups do not hold up the event loop."""
-LONG_EVENT_COMMANDS = 256
+LONG_EVENT_COMMANDS = 32
 """Number of commands above which other calls of the event loop run while an event is handled."""
 
 
@@ -377,8 +375,10 @@ class Driver:
         async with self._draw_lock:  # groups start in the order of their numbers
             groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
-            for first in range(0, len(groups), GROUPS_PER_EVENT):
-                self._inbox.put_nowait(events.GroupsArrived(groups=tuple(groups[first : first + GROUPS_PER_EVENT])))
+            # As many as one event routes: a queue that holds a whole fleet's work holds up the event loop as it grows.
+            num_groups = max(1, MAX_ROUTES_PER_EVENT // self._config.members_started_per_group)
+            for first in range(0, len(groups), num_groups):
+                self._inbox.put_nowait(events.GroupsArrived(groups=tuple(groups[first : first + num_groups])))
                 await asyncio.sleep(0)  # so that other calls run between these events
 
     async def _train(self, command: commands.Train) -> None:

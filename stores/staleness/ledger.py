@@ -37,7 +37,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.staleness.ledger_groups import BufferView, Consumption, Ending, GroupState, LiveGroup
+from staleflow.stores.staleness.ledger_groups import BufferView, Consumption, Ending, FinishedMembers, LiveGroup
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 
 UNLIMITED = 2**62
@@ -85,10 +85,10 @@ class StalenessLedger:
         self.version = PolicyVersion(0)
         self.next_step = 0
         self.live_groups: dict[GroupId, LiveGroup] = {}
-        """The record of each live group, including queued ones, which have no reserved entry."""
+        """The groups that are not finished, including queued ones, which have no reserved entry."""
         # By version, in order of arrival: dicts serve as ordered sets.
         self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
-        self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
+        self._occupied: dict[PolicyVersion, dict[GroupId, FinishedMembers]] = {}
         self.num_started = 0
         """Number of trajectories started, of all groups. Unlike num_reserved and num_occupied, which count groups."""
         self.num_ended: dict[tuple[Fate, AbortReason], int] = {}
@@ -117,10 +117,7 @@ class StalenessLedger:
 
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
-        live_group = self.live_groups[group]
-        if live_group.state is GroupState.QUEUED:
-            return self.reservation_refusal(version) is None
-        return live_group.state is GroupState.RESERVED and self._version_change_refusal(live_group, version) is None
+        return self._reserve_refusal(self.live_groups[group], version) is None
 
     def is_batch_ready(self) -> bool:
         """Whether the next step can consume its batch now without breaking more reservations than redundancy allows."""
@@ -134,6 +131,14 @@ class StalenessLedger:
             if num_left > self.groups_started_per_step * (step - self.next_step) + allowance:
                 return False
         return True
+
+    def is_live(self, group: GroupId) -> bool:
+        """Whether a group has started and not ended: not finished, or finished and not trained on."""
+        return group in self.live_groups or any(group in groups for groups in self._occupied.values())
+
+    def finished_groups(self) -> dict[GroupId, FinishedMembers]:
+        """The groups that wait to be trained on. O(groups)."""
+        return {group: members for groups in self._occupied.values() for group, members in groups.items()}
 
     @property
     def num_live(self) -> int:
@@ -150,11 +155,11 @@ class StalenessLedger:
         """Number of finished groups that wait to be trained on."""
         return sum(map(len, self._occupied.values()))
 
-    def mean_lag(self, state: GroupState) -> float:
-        """Mean of published version - version over the groups in a state, RESERVED or OCCUPIED; 0 if none."""
-        index = self._reserved if state is GroupState.RESERVED else self._occupied
-        lags = sum((self.version - version) * len(groups) for version, groups in index.items())
-        return lags / max(1, sum(map(len, index.values())))
+    def mean_lag(self, *, finished: bool) -> float:
+        """Mean of published version - version over the groups that are finished, or have reserved an entry and are not
+        finished; 0 if none."""
+        sizes = {version: len(groups) for version, groups in (self._occupied if finished else self._reserved).items()}
+        return sum((self.version - version) * size for version, size in sizes.items()) / max(1, sum(sizes.values()))
 
     def buffer_views(self) -> tuple[BufferView, ...]:
         """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
@@ -206,7 +211,7 @@ class StalenessLedger:
         Without redundancy all can be: Hall's condition held for all of them together, so it holds for any part of them.
         With redundancy some may have to wait (docs/protocol.md).
         """
-        if group in self.live_groups:
+        if self.is_live(group):
             raise ProtocolViolation(f"group {group} was started twice")
         first = group * self.members_started_per_group
         members = tuple(TrajectoryId(first + i) for i in range(self.members_started_per_group))
@@ -230,18 +235,10 @@ class StalenessLedger:
         live_group = self._live_group(group)
         if member not in live_group.unfinished:
             raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
-        if not self.can_reserve(group, version):
-            why = (
-                self.reservation_refusal(version)
-                if live_group.state is GroupState.QUEUED
-                else self._version_change_refusal(live_group, version)
-            )
+        if (why := self._reserve_refusal(live_group, version)) is not None:
             raise ProtocolViolation(f"group {group} cannot reserve an entry at version {version}: {why}")
-        if live_group.state is GroupState.QUEUED:
-            live_group.state, live_group.version = GroupState.RESERVED, version
-            self._reserved.setdefault(version, {})[group] = None
-        elif version < live_group.version:
-            self._remove_from_index(live_group)
+        if not live_group.is_reserved or version < live_group.version:
+            self._remove_reservation(live_group)
             live_group.version = version
             self._reserved.setdefault(version, {})[group] = None
         live_group.member_versions[member] = min(version, live_group.member_versions.get(member, version))
@@ -249,11 +246,7 @@ class StalenessLedger:
     def complete(self, group: GroupId, member: TrajectoryId) -> bool:
         """Record that `member` was sampled and rewarded. Returns True once the group has all members it needs."""
         live_group = self._live_group(group)
-        if (
-            live_group.state is not GroupState.RESERVED
-            or member not in live_group.member_versions
-            or member not in live_group.unfinished
-        ):
+        if member not in live_group.member_versions or member not in live_group.unfinished:
             raise ProtocolViolation(f"trajectory {member} completes without having been routed")
         live_group.unfinished.remove(member)
         live_group.completed.append(member)
@@ -263,18 +256,14 @@ class StalenessLedger:
         """Turn a complete group's reservation into finished work; abort its surplus members and groups left without a
         step."""
         live_group = self._live_group(group)
-        if live_group.state is not GroupState.RESERVED or len(live_group.completed) < self.group_size:
-            raise ProtocolViolation(
-                f"group {group} cannot be occupied: {live_group.state.name}, {len(live_group.completed)} done"
-            )
-        self._remove_from_index(live_group)
-        live_group.state = GroupState.OCCUPIED
-        self._occupied.setdefault(live_group.version, {})[group] = None
+        if len(live_group.completed) < self.group_size:
+            raise ProtocolViolation(f"group {group} cannot be occupied: {len(live_group.completed)} done")
+        self._drop(live_group)
+        members = tuple(sorted(live_group.completed[: self.group_size]))
+        versions = tuple(live_group.member_versions[member] for member in members)
+        self._occupied.setdefault(live_group.version, {})[group] = members, versions
         surplus = (*live_group.completed[self.group_size :], *sorted(live_group.unfinished))
-        live_group.completed = live_group.completed[: self.group_size]
-        live_group.member_versions = {member: live_group.member_versions[member] for member in live_group.completed}
-        live_group.unfinished.clear()
-        endings = self._end(live_group, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
+        endings = self._end(group, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
         return (*endings, *self._abort_surplus_groups())
 
     def consume(self, step: int) -> Consumption:
@@ -285,51 +274,53 @@ class StalenessLedger:
         if not self.is_batch_ready():
             raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
         batch = self._next_batch()
-        for live_group in batch:
-            if not live_group.version <= step <= live_group.version + self.eta:
-                raise ProtocolViolation(f"group {live_group.group} of version {live_group.version} at step {step}")
-        for live_group in batch:
-            del self._occupied[live_group.version][live_group.group], self.live_groups[live_group.group]
+        for version, groups in batch.items():
+            if not version <= step <= version + self.eta:
+                raise ProtocolViolation(f"group {groups[0]} of version {version} at step {step}")
+        finished = [self._occupied[version].pop(group) for version, groups in batch.items() for group in groups]
         self._occupied = {version: groups for version, groups in self._occupied.items() if groups}
-        members = tuple(itertools.chain.from_iterable(e.completed for e in batch))
+        members = tuple(itertools.chain.from_iterable(members for members, _ in finished))
         self._count_ended(len(members), Fate.CONSUMED, AbortReason.NONE)
         self.next_step += 1
         return Consumption(
             step=step,
-            groups=tuple(e.group for e in batch),
+            groups=tuple(itertools.chain.from_iterable(batch.values())),
             members=members,
-            versions=tuple(itertools.chain.from_iterable(e.member_versions.values() for e in batch)),
+            versions=tuple(itertools.chain.from_iterable(versions for _, versions in finished)),
             surplus=self._abort_surplus_groups(),
         )
 
     def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
         """Abort a group, or one unfinished member of it; if too few others remain, the whole group is aborted. An
         aborted group's entry is freed."""
+        finished = None if member is not None else self._pop_finished(group)
+        if finished is not None:
+            return self._end(group, finished[0], Fate.ABORTED, reason)
         live_group = self._live_group(group)
         if member is not None:
             if member not in live_group.unfinished:
                 raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
             if len(live_group.completed) + len(live_group.unfinished) > self.group_size:
                 live_group.unfinished.remove(member)
-                return self._end(live_group, (member,), Fate.ABORTED, reason)
+                return self._end(group, (member,), Fate.ABORTED, reason)
             siblings = tuple(m for m in live_group.members if m != member)
             self._drop(live_group)
             return (
-                *self._end(live_group, (member,), Fate.ABORTED, reason),
-                *self._end(live_group, siblings, Fate.ABORTED, AbortReason.GROUP_FAILED),
+                *self._end(group, (member,), Fate.ABORTED, reason),
+                *self._end(group, siblings, Fate.ABORTED, AbortReason.GROUP_FAILED),
             )
         self._drop(live_group)
-        return self._end(live_group, live_group.members, Fate.ABORTED, reason)
+        return self._end(group, live_group.members, Fate.ABORTED, reason)
 
     def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
         """Discard a complete group that is not worth training on. Its entry becomes free for a replacement."""
         live_group = self._live_group(group)
-        if live_group.state is not GroupState.RESERVED or len(live_group.completed) < self.group_size:
+        if len(live_group.completed) < self.group_size:
             raise ProtocolViolation(f"group {group} is filtered before it is complete")
         self._drop(live_group)
         return (
-            *self._end(live_group, tuple(live_group.completed), Fate.FILTERED, reason),
-            *self._end(live_group, tuple(sorted(live_group.unfinished)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
+            *self._end(group, tuple(live_group.completed), Fate.FILTERED, reason),
+            *self._end(group, tuple(sorted(live_group.unfinished)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
         )
 
     def publish(self, version: PolicyVersion) -> None:
@@ -357,15 +348,20 @@ class StalenessLedger:
                 raise ProtocolViolation(f"live work of version {version} at step {self.next_step}, bound {self.eta}")
 
     def _validate_membership(self) -> None:
-        for state, index in ((GroupState.RESERVED, self._reserved), (GroupState.OCCUPIED, self._occupied)):
-            index_versions = {g: v for v, groups in index.items() for g in groups}
-            if sum(map(len, index.values())) != len(index_versions):
-                raise ProtocolViolation(f"a group is {state.name} under two versions")
-            expected_versions = {g: e.version for g, e in self.live_groups.items() if e.state is state}
-            if index_versions != expected_versions:
-                raise ProtocolViolation(
-                    f"{state.name} index and entries differ: {index_versions.items() ^ expected_versions.items()}"
-                )
+        reserved_versions = {g: v for v, groups in self._reserved.items() for g in groups}
+        if self.num_reserved != len(reserved_versions) or self.num_occupied != len(self.finished_groups()):
+            raise ProtocolViolation("a group has entries under two versions")
+        expected_versions = {g: e.version for g, e in self.live_groups.items() if e.is_reserved}
+        if reserved_versions != expected_versions:
+            raise ProtocolViolation(
+                f"reserved entries and groups differ: {reserved_versions.items() ^ expected_versions.items()}"
+            )
+        if unfinished := self.live_groups.keys() & self.finished_groups():
+            raise ProtocolViolation(f"groups {sorted(unfinished)} are both finished and unfinished")
+        for version, groups in self._occupied.items():
+            for group, (members, versions) in groups.items():
+                if len(members) != self.group_size or list(members) != sorted(members) or min(versions) < version:
+                    raise ProtocolViolation(f"group {group} of version {version}: {members} of versions {versions}")
         for live_group in self.live_groups.values():
             if (
                 set(live_group.completed) & live_group.unfinished
@@ -374,15 +370,15 @@ class StalenessLedger:
                 raise ProtocolViolation(
                     f"group {live_group.group}: members both unfinished and done, or done but never routed"
                 )
-            if live_group.state is GroupState.OCCUPIED and [*live_group.member_versions] != live_group.completed:
-                raise ProtocolViolation(f"group {live_group.group}: versions in another order than its members")
-            if (live_group.state is GroupState.QUEUED) != (live_group.version == -1 and not live_group.member_versions):
+            if live_group.version != min(live_group.member_versions.values(), default=-1):
                 raise ProtocolViolation(
-                    f"group {live_group.group} is {live_group.state.name} with version {live_group.version}"
+                    f"group {live_group.group} has version {live_group.version}, its members have "
+                    f"{live_group.member_versions}"
                 )
 
     def _validate_counts(self) -> None:
-        num_live = sum(len(e.completed) + len(e.unfinished) for e in self.live_groups.values())
+        num_unfinished = sum(len(e.completed) + len(e.unfinished) for e in self.live_groups.values())
+        num_live = num_unfinished + self.num_occupied * self.group_size
         if num_live != self.num_live:
             raise ProtocolViolation(
                 f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, "
@@ -405,14 +401,15 @@ class StalenessLedger:
             and self.num_occupied >= self.groups_per_step
         )
 
-    def _next_batch(self) -> list[LiveGroup]:
-        """The finished groups that the next step takes, as far as there are enough: the oldest versions first."""
-        batch: list[LiveGroup] = []
+    def _next_batch(self) -> dict[PolicyVersion, list[GroupId]]:
+        """The finished groups that the next step takes, as far as there are enough, by version: the oldest versions
+        first."""
+        batch: dict[PolicyVersion, list[GroupId]] = {}
+        num_left = self.groups_per_step
         for version in sorted(self._occupied):
-            for group in self._occupied[version]:
-                if len(batch) == self.groups_per_step:
-                    break
-                batch.append(self.live_groups[group])
+            if num_left:
+                batch[version] = list(itertools.islice(self._occupied[version], num_left))
+                num_left -= len(batch[version])
         return batch
 
     def _last_deadline(self) -> int:
@@ -470,10 +467,11 @@ class StalenessLedger:
                 return f"finished groups fill all entries up to step {step}"
         return None
 
-    def _version_change_refusal(self, live_group: LiveGroup, version: PolicyVersion) -> str | None:
-        """The reason why a reserved group cannot take `version`; None if all reservations can still be kept. One not
-        older only needs a deadline that is not over."""
-        return self._shortage(version, self.deadline(live_group.version) - 1)
+    def _reserve_refusal(self, live_group: LiveGroup, version: PolicyVersion) -> str | None:
+        """The reason why a member of a group cannot be sampled under `version`; None if all reservations can still be
+        kept. One not older than the group only needs a deadline that is not over."""
+        is_reserved = live_group.is_reserved
+        return self._shortage(version, self.deadline(live_group.version) - 1 if is_reserved else self._last_deadline())
 
     def _live_group(self, group: GroupId) -> LiveGroup:
         live_group = self.live_groups.get(group)
@@ -481,26 +479,33 @@ class StalenessLedger:
             raise ProtocolViolation(f"group {group} is not live")
         return live_group
 
-    def _remove_from_index(self, live_group: LiveGroup) -> None:
-        """Remove the entry from the index of its state."""
-        index = self._reserved if live_group.state is GroupState.RESERVED else self._occupied
-        groups = index[live_group.version]
-        del groups[live_group.group]
-        if not groups:
-            del index[live_group.version]
+    def _pop_finished(self, group: GroupId) -> FinishedMembers | None:
+        """Remove a finished group; returns its members, or None if there is no such group."""
+        for version, groups in self._occupied.items():
+            if group in groups:
+                finished = groups.pop(group)
+                if not groups:
+                    del self._occupied[version]
+                return finished
+        return None
+
+    def _remove_reservation(self, live_group: LiveGroup) -> None:
+        """Remove the reservation of a group, if it has one."""
+        if live_group.is_reserved:
+            groups = self._reserved[live_group.version]
+            del groups[live_group.group]
+            if not groups:
+                del self._reserved[live_group.version]
 
     def _drop(self, live_group: LiveGroup) -> None:
-        if live_group.state is not GroupState.QUEUED:
-            self._remove_from_index(live_group)
+        self._remove_reservation(live_group)
         del self.live_groups[live_group.group]
 
     def _end(
-        self, live_group: LiveGroup, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
+        self, group: GroupId, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
     ) -> tuple[Ending, ...]:
         self._count_ended(len(members), fate, reason)
-        return tuple(
-            Ending(trajectory=m, group=live_group.group, fate=fate, reason=reason, step=self.next_step) for m in members
-        )
+        return tuple(Ending(trajectory=m, group=group, fate=fate, reason=reason, step=self.next_step) for m in members)
 
     def _count_ended(self, count: int, fate: Fate, reason: AbortReason) -> None:
         if count:

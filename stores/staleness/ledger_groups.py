@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 
-
-class GroupState(Enum):
-    """The state of a live group."""
-
-    QUEUED = auto()
-    """Started, no member routed yet: has no reservation."""
-    RESERVED = auto()
-    """At least one member was routed: has a reservation."""
-    OCCUPIED = auto()
-    """Complete and accepted by the filters: waiting to be trained on."""
+FinishedMembers = tuple[tuple[TrajectoryId, ...], tuple[PolicyVersion, ...]]
+"""The members of a finished group that are trained on, in the order of their ids, and the v_traj of each. Tuples, since
+a step that takes 8,192 groups reads all of them in one call."""
 
 
 @dataclass(slots=True)
 class LiveGroup:
-    """A live group in the ledger. `version`: minimum over its routed members; -1 before the first."""
+    """A group in the ledger that has started and is not finished. It has a reservation from the time at which its first
+    member is routed. `version`: minimum over its routed members; -1 before the first."""
 
     group: GroupId
     unfinished: set[TrajectoryId]
     """Members neither completed nor aborted."""
     completed: list[TrajectoryId] = field(default_factory=list)
-    state: GroupState = GroupState.QUEUED
     version: PolicyVersion = PolicyVersion(-1)
     member_versions: dict[TrajectoryId, PolicyVersion] = field(default_factory=dict)
-    """v_traj of each routed member; once the group is occupied, of those that are trained on, in their order."""
+    """v_traj of each routed member."""
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it has reserved an entry."""
+        return self.version >= 0
 
     @property
     def members(self) -> tuple[TrajectoryId, ...]:

@@ -299,7 +299,7 @@ def test_a_resumed_run_continues_each_trajectory_in_its_phase() -> None:
     )
     commands = bench.tell(RunResumed(step=2, num_ended=(("consumed:none", 4), ("aborted:run_ended", 4)), groups=groups))
     (train,) = commands_of(commands, Train)
-    assert (train.step, train.trajectories, train.versions) == (2, (9, 8), (1, 2))
+    assert (train.step, train.trajectories, train.versions) == (2, (8, 9), (2, 1))
     assert [c.trajectory for c in commands_of(commands, Score)] == [11]
     assert bench.coordinator.ledger.num_started == 14
     routes = commands_of(bench.join(version=2), Route)
@@ -310,7 +310,7 @@ def test_a_resumed_run_continues_each_trajectory_in_its_phase() -> None:
     bench.sampled(10, 9)
     bench.scored(10)
     commands = bench.publish(3)
-    assert [t.trajectories for t in commands_of(commands, Train)] == [(11, 10)]
+    assert [t.trajectories for t in commands_of(commands, Train)] == [(10, 11)]
     assert [(r.trajectory, r.route_number, r.version) for r in commands_of(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
 
 

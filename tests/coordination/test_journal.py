@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import get_args
@@ -46,10 +47,12 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.in_flight_state import NewGroup
+from staleflow.stores.serialization import decode_runs
 from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.support.driver_runs import MOVES
 from tests.support.examples import num_examples
 
+KEYS = ("trajectories", "versions")
 BASE = ("model.path=x", "steps=6", "batch.groups_per_step=3", "batch.group_size=2", "staleness.eta=2")
 SHAPES = {
     "plain": (),
@@ -225,8 +228,7 @@ WRITTEN = (
     '{"now":1.5,"event":{"type":"TrajectorySampled","trajectory":7,"route_number":1,"tokens":9},'
     '"commands":[{"type":"Score","trajectory":7}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":1.0},'
-    '"commands":[{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,0]},'
-    '{"type":"Discard","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
+    '"commands":[{"type":"Discard","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
     '"step":0}],"versions":[0]}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":0.0,"error":"no"},"commands":[]}',
     '{"now":1.5,"event":{"type":"VersionPublished","version":1},'
@@ -264,7 +266,8 @@ ADDED = (
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x","lost":true},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
     '"commands":[{"type":"Sleep","instance":"a","step":3}]}',
-    '{"now":1.5,"event":{"type":"DecisionsContinued"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"DecisionsContinued"},"commands":'
+    '[{"type":"Train","step":0,"trajectories":[[8,2],[0,2]],"versions":[[0,3],[1,1]]}]}',
 )
 """Lines with fields added by later versions."""
 
@@ -280,6 +283,43 @@ def test_the_journal_encodes_to_the_same_bytes_as_before(tmp_path: Path) -> None
         written.append(entry.now, entry.event, list(entry.commands))
     written.close()
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_a_batch_is_read_in_the_form_of_earlier_versions(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    train = '{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,1]}'
+    path.write_text(f'{{"now":1.5,"event":{{"type":"Tick"}},"commands":[{train}]}}\n')
+    (entry,) = journal.JournalReader(path)
+    assert entry.commands == (Train(step=0, trajectories=(1, 0), versions=(0, 1)),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", ["plain", "redundant", "strict", "deadline", "agents"])
+def test_a_journal_of_earlier_versions_replays_to_the_same_commands(tmp_path: Path, shape: str) -> None:
+    """They listed a batch's members in the order in which they were scored, and what a stop ends in that of groups."""
+    path = tmp_path / "events.jsonl"
+    TinyBody(coordinator(tmp_path, shape), path, 3).run()
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    rank: dict[int, int] = {}
+    for number, entry in enumerate(entries):
+        if entry["event"]["type"] == "TrajectoryScored":
+            rank.setdefault(entry["event"]["trajectory"], number)
+        for command in entry["commands"]:
+            if command["type"] == "Train":
+                batch = [*zip(*(decode_runs(command[k], step=k == "trajectories") for k in KEYS), strict=True)]
+                order = sorted(range(len(batch)), key=lambda i: (i // 2, rank[batch[i][0]]))
+                command |= {key: [batch[i][j] for i in order] for j, key in enumerate(KEYS)}
+            elif command["type"] == "Discard" and entry["event"]["type"] == "StopRequested":
+                command["endings"].reverse()
+                command["versions"].reverse()
+    text = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+    assert text != path.read_text()
+    path.write_text(text)
+    assert journal.replay(coordinator(tmp_path, shape), journal.JournalReader(path)).difference == ""
+    at = text.index('"type": "Train"')
+    others = [text[:at] + text[at:].replace(*other, 1) for other in (("[", "[99, "), ('"step": 0', '"step": 1'))]
+    for other in others:
+        path.write_text(other)
+        assert "recorded" in journal.replay(coordinator(tmp_path, shape), journal.JournalReader(path)).difference
 
 
 def test_a_missing_journal_is_named(tmp_path: Path) -> None:
@@ -323,6 +363,24 @@ def test_a_torn_last_line_is_skipped_and_reported(tmp_path: Path) -> None:
         ),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Tick"}]}', "commands[0]: unknown type 'Tick'"),
         (b'{"now":1,"event":{"type":"Tick"},"commands":[null]}', "commands[0]: expected dict, got None"),
+        *(
+            (
+                b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Train","step":0,"trajectories":%s,"versions":[]}]}'
+                % value,
+                "commands[0].trajectories: expected " + message,
+            )
+            for value, message in (
+                (b'"12"', "list, got '12'"),
+                (b"[0.5]", "list, got 0.5"),
+                (b"[[0,0]]", "integers or [first, count], got [0, 0]"),
+                (b"[[0,99999999]]", "integers or [first, count], got [0, 99999999]"),
+                (b"[[true,1]]", "integers or [first, count], got [True, 1]"),
+            )
+        ),
+        (
+            b'{"now":1,"event":{"type":"Tick"},"commands":[{"type":"Train","step":0,"trajectories":[[1]],"versions":[]}]}',
+            "commands[0].trajectories: not enough values",
+        ),
         (b'{"now":NaN,"event":{"type":"Tick"},"commands":[]}', "now: nan is not a time"),
         (b'{"now":1e400,"event":{"type":"Tick"},"commands":[]}', "now: inf is not a time"),
         (b'{"now":1%s,"event":{"type":"Tick"},"commands":[]}' % (b"0" * 400), "now: a number of 401 digits is out of"),

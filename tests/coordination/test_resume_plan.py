@@ -16,7 +16,7 @@ from staleflow.pipeline.strategies.filtering import DropNoSignal, KeepAll
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_groups import Ending, GroupState
+from staleflow.stores.staleness.ledger_groups import Ending
 from staleflow.stores.trajectories.records import LedgerState, SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, outcome_key
 
@@ -186,7 +186,7 @@ def test_members_of_another_group_are_rejected() -> None:
             ledger.start(GroupId(0), [TrajectoryId(i) for i in members])
     assert ledger.num_started == 0
     assert ledger.start(GroupId(0), [TrajectoryId(2), TrajectoryId(0)]) == (2, 0)
-    assert ledger.live_groups[GroupId(0)].state is GroupState.QUEUED
+    assert not ledger.live_groups[GroupId(0)].is_reserved
     assert ledger.num_live == 2
 
 

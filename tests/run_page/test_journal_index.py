@@ -93,7 +93,7 @@ LIFE: tuple[Entry, ...] = (
     (5.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 0.25}, []),
     (6.0, ended("TrajectorySampled", 7, 3), []),
     (7.0, {"type": "TrajectoryScored", "trajectory": 7, "reward": 1.0},
-     [{"type": "Train", "step": 0, "trajectories": [6, 7], "versions": [0, 0]}]),
+     [{"type": "Train", "step": 0, "trajectories": [[6, 2]], "versions": [[0, 2]]}]),
     (9.0, {"type": "VersionPublished", "version": 1}, []),
     (10.0, {"type": "Tick"}, []),
 )  # fmt: skip

@@ -24,7 +24,7 @@ import pytest
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, Discard, Train
-from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.coordinator import MAX_ROUTES_PER_EVENT, Coordinator
 from staleflow.pipeline.coordination.events import (
     DecisionsContinued,
     Event,
@@ -91,14 +91,18 @@ def test_invariants_hold_for_other_configurations(body: Body, shape: str) -> Non
         assert {row.staleness for row in run.store.trajectories()} == {0}
 
 
-def test_many_groups_arrive_in_several_events(body: Body) -> None:
+@pytest.mark.parametrize(("num_groups", "group_size", "num_per_event"), [(20, 8, 8), (3, 80, 1)])
+def test_as_many_groups_arrive_in_an_event_as_it_routes(
+    body: Body, num_groups: int, group_size: int, num_per_event: int
+) -> None:
     run = body.checked_run(
         "steps=2", "staleness.eta=1", "rollout.instances=2", "rollout.engine.max_running=500",
-        "batch.groups_per_step=20", "batch.group_size=8",
+        f"batch.groups_per_step={num_groups}", f"batch.group_size={group_size}",
     )  # fmt: skip
     arrivals = [entry.event for entry in run.entries if isinstance(entry.event, GroupsArrived)]
-    assert [len(event.groups) for event in arrivals[:2]] == [32, 8]
-    assert any(isinstance(entry.event, DecisionsContinued) for entry in run.entries)
+    assert [len(event.groups) for event in arrivals[:2]] == [num_per_event] * 2
+    is_continued = any(isinstance(entry.event, DecisionsContinued) for entry in run.entries)
+    assert is_continued == (group_size > MAX_ROUTES_PER_EVENT)
 
 
 def test_other_calls_run_between_two_events(body: Body) -> None:

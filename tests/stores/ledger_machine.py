@@ -21,7 +21,7 @@ MAX_GROUPS = 9
 def dump_ledger(ledger: Any) -> str:
     """Return the complete state of a ledger as text, to check that a rejected call changed nothing."""
     entries = {
-        g: (e.state.name, e.version, sorted(e.unfinished), e.completed, sorted(e.member_versions.items()))
+        g: (e.version, sorted(e.unfinished), e.completed, sorted(e.member_versions.items()))
         for g, e in ledger.live_groups.items()
     }
     counts = (ledger.version, ledger.next_step, ledger.num_started, ledger.num_ended)
@@ -258,7 +258,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.num_reserved == len(naive.held(occupied=False))
         assert self.ledger.num_occupied == len(naive.held(occupied=True))
         values = {i: g.version for i, g in naive.groups.items() if g.version is not None}
-        assert {i: e.version for i, e in self.ledger.live_groups.items() if e.version >= 0} == values
+        finished = {i: v for v, groups in self.ledger._occupied.items() for i in groups}
+        reserved = {i: e.version for i, e in self.ledger.live_groups.items() if e.is_reserved}
+        assert reserved | finished == values
+        assert finished.keys() == {i for i, g in naive.groups.items() if g.occupied}
+        assert all(self.ledger.is_live(i) for i in naive.groups)
         assert self.ledger.is_batch_ready() == naive.ready()
         seated = sum(sum(b.reserved.values()) + sum(b.occupied.values()) for b in self.ledger.buffer_views())
         assert naive.redundant or seated == len(naive.held())

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.admission_rules import WindowedLedger
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import UNLIMITED, StalenessLedger
-from staleflow.stores.staleness.ledger_groups import Ending, GroupState, LiveGroup
+from staleflow.stores.staleness.ledger_groups import Ending, LiveGroup
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 
@@ -350,17 +350,15 @@ def test_a_window_limits_how_far_a_step_passes_over_unfinished_groups() -> None:
     assert free.consume(0).groups == (0, 1, 5)
 
 
-def add(ledger: Any, state: GroupState, count: int) -> None:
-    """Put more groups of version 0 into a state than there are entries."""
+def add(ledger: Any, count: int, *, finished: bool = False) -> None:
+    """Reserve entries of version 0 for more groups than there are entries, or finish them."""
     make_group: Any = LiveGroup
-    index = ledger._reserved if state is GroupState.RESERVED else ledger._occupied
     for group in range(10, 10 + count):
-        done = [group] if state is GroupState.OCCUPIED else []
-        live_group = make_group(
-            group=group, unfinished={group} - {*done}, completed=done, state=state, version=0,
-            member_versions={group: 0},
-        )  # fmt: skip
-        ledger.live_groups[group] = index.setdefault(0, {})[group] = live_group
+        if finished:
+            ledger._occupied.setdefault(0, {})[group] = (group,), (0,)
+        else:
+            ledger.live_groups[group] = make_group(group, {group}, version=0, member_versions={group: 0})
+            ledger._reserved.setdefault(0, {})[group] = None
         ledger.num_started += 1
 
 
@@ -374,19 +372,20 @@ def end_all(ledger: Any, *, next_step: int = 2, version: int = 2) -> None:
 @pytest.mark.parametrize(
     ("message", "spoil"),
     [
-        ("a group is RESERVED under two versions", lambda ledger: ledger._reserved.update({1: {0: None}})),
-        ("RESERVED index and entries differ", lambda ledger: ledger._reserved[0].clear()),
-        ("OCCUPIED index and entries differ", lambda ledger: ledger._occupied[0].clear()),
+        ("a group has entries under two versions", lambda ledger: ledger._reserved.update({1: {0: None}})),
+        ("a group has entries under two versions", lambda ledger: ledger._occupied.update({1: {1: ((1,), (1,))}})),
+        ("reserved entries and groups differ", lambda ledger: ledger._reserved[0].clear()),
+        ("groups [0] are both finished and unfinished", lambda ledger: ledger._occupied[0].update({0: ((0,), (0,))})),
+        ("group 1 of version 0: () of versions ()", lambda ledger: ledger._occupied[0].update({1: ((), ())})),
+        ("group 1 of version 0: (1,) of versions (-1,)", lambda ledger: ledger._occupied[0].update({1: ((1,), (-1,))})),
         ("group 0: members both unfinished and done", lambda ledger: ledger.live_groups[0].completed.append(0)),
-        ("group 1: members both unfinished and done", lambda ledger: ledger.live_groups[1].member_versions.clear()),
-        ("group 2 is QUEUED with version -1", lambda ledger: ledger.live_groups[2].member_versions.update({2: 0})),
-        ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.live_groups[2], "version", 0)),
+        ("group 2: members both unfinished and done", lambda ledger: ledger.live_groups[2].completed.append(3)),
+        ("group 2 has version -1", lambda ledger: ledger.live_groups[2].member_versions.update({2: 0})),
+        ("group 0 has version 0, its members have {}", lambda ledger: ledger.live_groups[0].member_versions.clear()),
         ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
         ("2 trajectories consumed by 0 steps", lambda ledger: end_all(ledger, next_step=0)),
-        ("4 groups (3 finished) are due by step 1, which has 2 entries",
-         lambda ledger: add(ledger, GroupState.OCCUPIED, 2)),
-        ("3 groups (1 finished) are due by step 1, which has 2 entries",
-         lambda ledger: add(ledger, GroupState.RESERVED, 1)),
+        ("4 groups (3 finished) are due by step 1, which has 2 entries", lambda ledger: add(ledger, 2, finished=True)),
+        ("3 groups (1 finished) are due by step 1, which has 2 entries", lambda ledger: add(ledger, 1)),
         ("2 groups (1 finished) are due by step 1, which has 0 entries",
          lambda ledger: end_all(ledger, version=1)),
         ("live work of version 0 at step 2, bound 1", end_all),
@@ -416,7 +415,7 @@ def test_validate_counts_entries_from_the_next_step() -> None:
     finish(ledger, 0)
     ledger.consume(0)
     ledger.publish(PolicyVersion(1))
-    add(ledger, GroupState.OCCUPIED, 2)
+    add(ledger, 2, finished=True)
     message = "2 groups (2 finished) are due by step 1, which has 1 entries"
     with pytest.raises(ProtocolViolation, match=re.escape(message)):
         ledger.validate()
@@ -428,7 +427,7 @@ def test_redundancy_may_reserve_but_not_finish_more_groups_than_entries() -> Non
         route(ledger, group, 0)
     ledger.validate()
     finish(ledger, 2)
-    add(ledger, GroupState.OCCUPIED, 1)
+    add(ledger, 1, finished=True)
     with pytest.raises(
         ProtocolViolation, match=re.escape("2 groups (2 finished) are due by step 0, which has 1 entries")
     ):
