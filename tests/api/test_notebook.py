@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-SHORT = "from staleflow.pipeline.config import first_job; first_job.PRETRAINING_STEPS = 60"
+SHORT = "from staleflow.pipeline.config import first_job; first_job.PRETRAINING_STEPS = 20"
 """A first cell: the model of a first job learns little more than the form of an answer, in seconds."""
 
 
@@ -36,7 +36,7 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, shorter: M
 @pytest.mark.timeout(900)
 class TestNotebooks:
     def test_a_first_run_is_started_stopped_and_audited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        shorter = {"status()).step < 8": "status()).step < 3", '"steps": 200': '"steps": 200, "task.eval_prompts": 20'}
+        shorter = {"status()).step < 8": "status()).step < 2", '"steps": 200': '"steps": 200, "task.eval_prompts": 20'}
         text = execute("first_run.ipynb", tmp_path, monkeypatch, shorter)
         run = tmp_path / "first-run" / "runs" / "notebook"
         assert (run / "store").exists()
@@ -44,6 +44,9 @@ class TestNotebooks:
         assert "stopped" in text
         assert "holds" in text
 
+    # These two take half a minute of processor time and a whole. By default test_typing.py checks their calls,
+    # and other tests run code like theirs.
+    @pytest.mark.slow
     def test_a_stored_run_is_verified_rescored_and_trained_from(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -52,8 +55,6 @@ class TestNotebooks:
         assert "verified" in text
         assert (tmp_path / "stored-run" / "offline" / "checkpoints").is_dir()
 
-    # One of the three, a minute of processor time each. By default test_typing.py checks its calls, and other tests run
-    # code like it.
     @pytest.mark.slow
     def test_user_code_in_a_notebook_trains_and_is_stored_with_the_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,9 @@ def job(installed: Installed, tiny_model: Path) -> Path:
         "cluster.dashboard=false",
     )
     overrides = [word for setting in small for word in ("--set", setting)]
-    installed.staleflow("run", "job.toml", *overrides, "--set", "rollout.max_new_tokens=8")
+    # Without the model, which would load torch in each process.
+    emulated = ("--set", "rollout.engine.name=emulated", "--set", "workload.prompts=task")
+    installed.staleflow("run", "job.toml", *overrides, "--set", "rollout.max_new_tokens=8", *emulated)
     return installed.folder / "job.toml"
 
 

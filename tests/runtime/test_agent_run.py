@@ -18,7 +18,7 @@ from tests.runtime.test_run import check, run
 from tests.stored_runs.in_process import repeat_in_this_process  # noqa: F401  used by name
 
 JOB = Path("examples/agent.toml")
-STEPS = 3
+STEPS = 2
 
 
 def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:

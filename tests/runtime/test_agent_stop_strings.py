@@ -43,7 +43,7 @@ def test_turns_end_at_the_stop_strings_of_their_requests(job: Path, tiny_model: 
     (tmp_path / "told").mkdir()
     end = run(
         job, f"task.source=agent:{tmp_path}/agent.py:play", f"task.options={{folder='{tmp_path}/told'}}",
-        "task.eval_prompts=0", "steps=3", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
+        "task.eval_prompts=0", "steps=2", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
     )  # fmt: skip
     texts = load_chat_tokenizer(str(tiny_model))
     received: set[AgentArgs] = set()
@@ -64,7 +64,7 @@ def test_turns_end_at_the_stop_strings_of_their_requests(job: Path, tiny_model: 
             cut += turn == 1 and find_stop(text, STOP) is not None
     assert stopped > 10, "or it shows nothing"
     assert cut > 0, "turns without stop strings go on"
-    ended = [row for row in check(end.run_dir, 3).trajectories() if row.fate is Fate.CONSUMED]
+    ended = [row for row in check(end.run_dir, 2).trajectories() if row.fate is Fate.CONSUMED]
     stored = {turn for row in ended for turn in stored_turns(row.trajectory)}
     assert stored
     assert stored <= received

@@ -41,7 +41,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(job: Pat
     (job.parent / "game.py").write_text(GAME)
     job.write_text(re.sub("options = .*", "", job.read_text()))
     overrides = (
-        f"task.source={job.parent}/game.py:Echo", "task.multi_turn=yes", "task.eval_prompts=0", "steps=6",
+        f"task.source={job.parent}/game.py:Echo", "task.multi_turn=yes", "task.eval_prompts=0", "steps=3",
         "rollout.turn_tokens=3", "deadlines.call_s=6",
     )  # fmt: skip
     driver = run_and_strike(job, overrides, "environment-0", signal.SIGKILL)
@@ -49,7 +49,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(job: Pat
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert audit(store).findings == ()
     consumed = [row.trajectory for row in store.trajectories() if row.fate is Fate.CONSUMED]
-    assert len(consumed) == 6 * 16
+    assert len(consumed) == 3 * 16
     for t in consumed:
         assert len(t.turns) == 3 or (t.finish is FinishReason.LENGTH and t.num_tokens >= 24 - 3)
         assert all(1 <= len(turn) <= 3 for turn in t.turns)
