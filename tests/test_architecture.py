@@ -115,11 +115,13 @@ def names_used(tree: ast.Module) -> set[str]:
 
 
 def test_every_name_is_used() -> None:
-    others = [path for folder in ("tests", "examples", "benchmarks") for path in Path(folder).rglob("*.py")]
-    trees = [*MODULES.values(), *(ast.parse(path.read_text()) for path in others)]
-    used = set().union(*map(names_used, trees))
-    unused = {name: names_defined(tree) - used for name, tree in MODULES.items()}
-    assert {name: sorted(names) for name, names in unused.items() if names} == {}
+    defined = {name: names_defined(tree) for name, tree in MODULES.items()}
+    unused = set().union(*defined.values()) - set().union(*map(names_used, MODULES.values()))
+    for path in (path for folder in ("tests", "examples", "benchmarks") for path in Path(folder).rglob("*.py")):
+        text = path.read_text()
+        if not unused.isdisjoint(re.findall(r"\w+", text)):  # to parse all of them takes ten seconds
+            unused -= names_used(ast.parse(text))
+    assert {name: sorted(names & unused) for name, names in defined.items() if names & unused} == {}
 
 
 def contract(name: str) -> tuple[list[str], set[str]]:

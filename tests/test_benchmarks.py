@@ -31,7 +31,7 @@ def test_each_benchmark_has_a_quick_form(script: Path) -> None:
     assert '"--quick"' in script.read_text()
 
 
-@pytest.mark.parametrize("name", ["ledger", "coordinator", "shares", "long_store", "transfer"])
+@pytest.mark.parametrize("name", ["ledger", "coordinator", "shares"])
 def test_small_benchmarks_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")

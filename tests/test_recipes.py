@@ -146,18 +146,6 @@ def test_a_stored_run_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "3 of 4 steps are done; `staleflow resume" in capsys.readouterr().out
 
 
-def test_a_run_of_a_recipe_has_its_picture_in_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = stored_simulation(tmp_path, "name=a", "steps=3")
-    monkeypatch.setattr(command, "run", lambda *_: run)
-    assert command.main(["sums"]) == 1
-    verdict, *_, line = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("sums: missed: ")
-    assert line == f"sums: picture: {run}/recipe.png"
-    assert (run / "recipe.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_picture_has_a_plot_of_each_run_with_its_curve_and_bands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,20 +161,6 @@ def test_a_picture_has_a_plot_of_each_run_with_its_curve_and_bands(
     assert [[list(box.extents) for box in row] for row in boxes] == [
         [[14, 0.75, 15, 0.95]], [[14, 0.94, 15, 1.0], [10, 0.78, 14, 0.95]],
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_worked_sums_have_the_prompts_of_the_demo_and_correct_answers() -> None:
-    task = staleflow.load_job(FOLDER / "warm_up/job.toml").task
-    source = user_code.load("examples/recipes/warm_up/worked_sums.py:WorkedSums", "", "class")(task.options, 7)
-    for index in range(20):
-        record = source.record(index, False)
-        shown, numbers = record["prompt"].rpartition(": ")[::2]
-        assert shown == "State the final answer to the following arithmetic problem"
-        total = sum(int(term) for term in re.findall(r"[+-]?\d+", numbers.replace(" ", "")))
-        (answer,) = re.findall(task.answer_pattern, record["answer"])
-        assert int(answer) == total
-    assert source.record(3, False) == source.record(3, False)
 
 
 def test_the_similarity_of_reversed_texts() -> None:

@@ -189,8 +189,15 @@ with _sigint_deferred():
 """
 
 
-@pytest.mark.parametrize("where", [WITHIN_AN_IMPORT, WITHIN_A_FINALIZER, WHILE_IT_IS_HELD_BACK])
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(
+    ("where", "name", "code"),
+    [
+        (WITHIN_AN_IMPORT, "SIGINT", 130),
+        (WITHIN_AN_IMPORT, "SIGTERM", 143),
+        (WITHIN_A_FINALIZER, "SIGTERM", 143),
+        (WHILE_IT_IS_HELD_BACK, "SIGINT", 130),
+    ],
+)
 def test_a_signal_is_not_lost_in_code_that_ignores_all_errors(name: str, code: int, where: str, tmp_path: Path) -> None:
     """Occasionally the signal was lost and the run continued."""
     (tmp_path / "swallowing.py").write_text(

@@ -240,7 +240,7 @@ def test_synchronous_time_is_rollout_plus_training() -> None:
 
 def test_a_larger_staleness_bound_is_never_slower() -> None:
     """A larger bound batches pulls differently, which may cost up to the time of a pull."""
-    for workload, on_pull in itertools.product(("lognormal", "bimodal"), ("interrupt", "keep")):
+    for workload, on_pull in (("lognormal", "keep"), ("bimodal", "interrupt")):
         seconds = []
         for eta in (0, 1, 2, 3):
             config = job(

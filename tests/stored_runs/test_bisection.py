@@ -464,7 +464,7 @@ def test_unchanged_training_gives_the_weights_of_the_run_and_no_cause(stored: Pa
     assert result.metric == metric and (metric == "reward" or (result.reward_at.mean or 0) > 2)
     assert result.same_weights
     assert (result.trials, result.cause) == ([], None)
-    assert result.reason == f"the reward is not significantly lower at version 3 than at {since}"
+    assert result.reason == f"the {metric} is not significantly lower at version 3 than at {since}"
 
 
 def test_training_without_rows_gives_the_weights_of_unlearning_them(stored: Path, tmp_path: Path) -> None:

@@ -219,21 +219,19 @@ async def test_an_episode_is_identical_under_every_isolation_setting(agents: Pat
         assert await acted(episodes, tasks[0], "a", "b", "stop") == first[2]
 
 
-@pytest.mark.parametrize(("does", "reward", "parts", "error"), [
-    ("number", 0.25, {}, ""),
-    ("json", 0.5, {"words": 4.0}, ""),
-    ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
-    ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
-])  # fmt: skip
-async def test_the_last_line_a_program_prints_is_its_reward(
-    agents: Path, does: str, reward: float, parts: dict[str, float], error: str
-) -> None:
+async def test_the_last_line_a_program_prints_is_its_reward(agents: Path) -> None:
     episode_settings = settings("agent:command", {"command": [sys.executable, str(agents.with_name("program.py"))]})
     async with host_episode(episode_settings) as (episodes, task):
-        (answer,) = await played(episodes, task, [does])
-        assert answer.ended
-        assert answer.error.startswith(error) if error else not answer.error
-        assert (answer.reward, answer.parts) == (reward, parts)
+        for member, (does, reward, parts, error) in enumerate((
+            ("number", 0.25, {}, ""),
+            ("json", 0.5, {"words": 4.0}, ""),
+            ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
+            ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
+        )):  # fmt: skip
+            (answer,) = await played(episodes, task, [does], member=member)
+            assert answer.ended
+            assert answer.error.startswith(error) if error else not answer.error
+            assert (answer.reward, answer.parts) == (reward, parts)
 
 
 @pytest.mark.parametrize(("does", "error"), [

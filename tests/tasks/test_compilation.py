@@ -34,11 +34,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {},
-        {"recompute_activations": True, "microbatch_tokens": 64, "kl": KL},
-        {"recompute_activations": True, "offload": True},
-    ],
+    [{}, {"recompute_activations": True, "offload": True, "microbatch_tokens": 64, "kl": KL}],
     ids=str,
 )
 def test_a_compiled_model_trains_the_same(tiny_model: Path, knobs: dict[str, Any], graphs: Any) -> None:
@@ -46,7 +42,7 @@ def test_a_compiled_model_trains_the_same(tiny_model: Path, knobs: dict[str, Any
     expected, compiled = trainer(tiny_model, **knobs), trainer(tiny_model, compile=True, **knobs)
     assert compiled.logprob_model.packs_rows and graphs.frame_count == 0
     num_graphs = []
-    for step in range(4):
+    for step in range(3):
         rows = ragged_rows(9 + step, np.random.default_rng(step))
         assert compiled.step(step, rows) == pytest.approx(expected.step(step, rows), rel=1e-4, abs=1e-5)
         num_graphs.append(graphs.frame_count)

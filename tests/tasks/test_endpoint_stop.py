@@ -57,12 +57,6 @@ def test_a_stop_string_is_found_under_any_tokenization() -> None:
     assert stopped_text("aé", "é", "x") == "aé"
 
 
-def test_an_incomplete_character_does_not_match_a_stop_string() -> None:
-    (first, second) = TEXTS.ids("é")
-    assert stopped_text("", "é", ids=(first,)) is None
-    assert stopped_text("", "é", ids=(first, first, second)) == "\ufffdé"
-
-
 @pytest.mark.parametrize("lead", range(6))
 def test_a_stop_string_is_found_after_a_long_run_of_byte_tokens(lead: int) -> None:
     """The tokenizer writes unknown characters as bytes and cannot decode a run that starts inside a character."""
