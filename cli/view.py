@@ -45,17 +45,15 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     url_host = f"[{host}]" if ":" in host else host
     address = f"http://{url_host}:{sock.getsockname()[1]}/"
 
-    def show_address() -> None:
+    if until_eof:  # for a program that starts it, and with which it is to end
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
         click.echo(f"{run}: {address} (Ctrl-C ends it)")
         if host != LOCAL_HOST:
             click.echo("everyone who reaches this address can read the run: it asks for no password", err=True)
         if not no_browser and _has_display():
-            webbrowser.open(address)
-
-    if until_eof:  # for a program that starts it, and with which it is to end
-        threading.Thread(target=_end_with_input, daemon=True).start()
-    try:
-        make_server(RunApi(reader, *others), host, show_address).run(sockets=[sock])
+            webbrowser.open(address)  # the socket listens already
+        make_server(RunApi(reader, *others), host).run(sockets=[sock])
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -7,13 +7,14 @@ its own is allowed, so that nothing a model wrote is ever executed.
 
 from __future__ import annotations
 
-import importlib.resources
+import contextlib
 import inspect
 import ipaddress
 import json
 import re
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,12 +23,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from staleflow.pipeline.run_page.api import RunApi
-from staleflow.stores.errors import ConfigError, StaleflowError, raised_as, strerror
+from staleflow.stores.errors import ConfigError, StaleflowError
+from staleflow.tasks.endpoint.server import listening_socket
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -41,8 +44,7 @@ RESPONSE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-STATIC_FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+STATIC_FOLDER = Path(__file__).parent / "static"
 PAGE_PATHS = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare", "/job")
 """Addresses that a browser may open: one page, which reads from its address what to show."""
 MAX_QUERY_CHARS = 4_000
@@ -75,7 +77,7 @@ def application(run_api: RunApi, host_names: frozenset[str]) -> ASGIApp:
     )  # fmt: skip
     routes = [
         *map(api_route, answers),
-        Route("/static/{name}", _file, methods=["GET"]),
+        Mount("/static", StaticFiles(directory=STATIC_FOLDER)),
         *(Route(path, _page, methods=["GET"]) for path in PAGE_PATHS),
     ]
     compression = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
@@ -87,19 +89,7 @@ def _json(value: dict[str, Any], status: int = 200) -> Response:
 
 
 async def _page(request: Request) -> Response:
-    return _static("index.html")
-
-
-async def _file(request: Request) -> Response:
-    return _static(request.path_params["name"])
-
-
-def _static(name: str) -> Response:
-    file = next((file for file in STATIC_FILES.iterdir() if file.name == name), None)
-    if file is None:
-        return PlainTextResponse("not found", 404)
-    kind = MEDIA_TYPES.get(name[name.rfind(".") :], "application/octet-stream")
-    return Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8")
+    return FileResponse(STATIC_FOLDER / "index.html")
 
 
 def _read_query(query: Mapping[str, str], answer: Callable[..., Any]) -> dict[str, Any]:
@@ -176,43 +166,18 @@ def is_allowed_host(host: str, host_names: frozenset[str]) -> bool:
 def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     """Open a socket that listens on a port, or on a free one if that is taken, unless `exactly` that port is required.
     Raises ConfigError."""
-    remedy = "give a name or an address of this machine"
-    with raised_as(ConfigError, f"--host {host}", OSError, remedy=remedy, describe=strerror):
-        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    failure = OSError()
-    for candidate_port in (port,) if exactly else (port, 0):
-        # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
-        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((address[0], candidate_port, *address[2:]))
-            sock.listen(128)
-        except OSError as error:
-            sock.close()
-            failure = error
-            continue
-        return sock
-    raise ConfigError(
-        f"port {port} of {host} cannot be used: {failure.strerror}; choose another with --port"
-    ) from failure
+    if not exactly:
+        with contextlib.suppress(ConfigError):
+            return listening_socket(host, port, "")
+    return listening_socket(host, port if exactly else 0, f"--host {host}, --port {port}: cannot be listened on")
 
 
-def make_server(run_api: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
-    """Create a server. Its `run(sockets=[...])` serves until it is interrupted. host: name on which it listens.
-    on_start: called when it accepts requests."""
+def make_server(run_api: RunApi, host: str) -> uvicorn.Server:
+    """Create a server. Its `run(sockets=[...])` serves until it is interrupted. host: name on which it listens."""
     host_names = frozenset({host.lower(), socket.gethostname().lower()})
-    config = uvicorn.Config(
-        application(run_api, host_names), log_level="warning", lifespan="off", ws="none", server_header=False,
-        timeout_graceful_shutdown=1,
+    return uvicorn.Server(
+        uvicorn.Config(
+            application(run_api, host_names), log_level="warning", lifespan="off", ws="none", server_header=False,
+            timeout_graceful_shutdown=1,
+        )
     )  # fmt: skip
-    return _Server(config, on_start)
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_start = on_start
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_start()

@@ -115,7 +115,8 @@ class EndpointServer:
             if self._serve_task is not None and not self._serve_task.done():
                 return
             config = self._settings.config
-            sock = listening_socket(config.host, config.port)
+            problem = f"endpoint.host = {config.host!r}, endpoint.port = {config.port}: cannot be listened on"
+            sock = listening_socket(config.host, config.port, problem)
             tls = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key} if config.tls_cert else {}
             try:
                 server = ServerWithoutSignalHandlers(
@@ -415,9 +416,8 @@ async def _handle_unknown(request: Request, error: Exception) -> Response:
     return _error_response(RequestError(status, f"unknown path or method; there are {paths}", "not_found"))
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ConfigError."""
-    problem = f"endpoint.host = {host!r}, endpoint.port = {port}: cannot be listened on"
+def listening_socket(host: str, port: int, problem: str) -> socket.socket:
+    """Open a listening socket. Raises ConfigError, which begins with the problem."""
     with raised_as(ConfigError, problem, OSError, describe=strerror):
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.

@@ -55,7 +55,7 @@ PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str]:
     """Serve the page of a run from a thread; yields its address. other: a second run."""
     listening = listen("127.0.0.1", 0, exactly=True)
-    server = make_server(RunApi(*map(RunReader, filter(None, (run_dir, other)))), "127.0.0.1", lambda: None)
+    server = make_server(RunApi(*map(RunReader, filter(None, (run_dir, other)))), "127.0.0.1")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

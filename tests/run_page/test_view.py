@@ -51,7 +51,7 @@ def test_view_serves_until_it_is_interrupted(run: Path) -> None:
 
 def test_a_port_in_use_gives_a_one_line_error(run: Path, used_port: int) -> None:
     assert error_line("view", run, "--port", used_port, "--no-browser") == (
-        f"staleflow: port {used_port} of 127.0.0.1 cannot be used: Address already in use; choose another with --port\n"
+        f"staleflow: --host 127.0.0.1, --port {used_port}: cannot be listened on: Address already in use\n"
     )
 
 
@@ -64,8 +64,8 @@ def test_a_default_port_in_use_is_replaced_by_another(used_port: int) -> None:
     ("arguments", "line"),
     [
         (("nowhere",), "nowhere: no such run; `staleflow store ls` lists runs"),
-        (("{run}", "--host", "no-such-host.invalid"), "give a name or an address of this machine"),
-        (("{run}", "--host", "192.0.2.1"), "cannot be used"),
+        (("{run}", "--host", "no-such-host.invalid"), "no-such-host.invalid, --port 8799: cannot be listened on"),
+        (("{run}", "--host", "192.0.2.1"), "cannot be listened on"),
     ],
 )
 def test_runs_that_cannot_be_served_give_a_one_line_error(run: Path, arguments: tuple[str, ...], line: str) -> None:

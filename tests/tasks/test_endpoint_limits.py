@@ -61,7 +61,7 @@ async def test_accepted_connections_set_tcp_nodelay() -> None:
         accepted.set_result(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    listening = listening_socket("127.0.0.1", 0)
+    listening = listening_socket("127.0.0.1", 0, "")
     async with await asyncio.start_server(connected, sock=listening):
         _, writer = await asyncio.open_connection(*listening.getsockname())
         assert await accepted != 0
