@@ -1,4 +1,4 @@
-"""The staleflow page of the Dask dashboard, and Prometheus metrics, in the scheduler process.
+"""The staleflow page of the Dask dashboard, with JSON routes and Prometheus metrics, in the scheduler process.
 
 It only reads the reports of runs in the job registry. While no browser shows the page, it takes no time of the
 scheduler's event loop.
@@ -7,6 +7,7 @@ scheduler's event loop.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 import weakref
@@ -34,6 +35,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from tornado import web
 from tornado.ioloop import IOLoop
 
 from staleflow.pipeline.cluster import run_pages
@@ -72,11 +74,40 @@ def add_to(scheduler: Any, registry: JobRegistry) -> None:
     application.add_application(bokeh)
     bokeh.initialize(IOLoop.current())
     bokeh.start()
+    application.add_handlers(
+        r".*",
+        [
+            (r"/staleflow/jobs\.json", JobsHandler, {"registry": registry}),
+            (r"/staleflow/job/(.+)\.json", JobHandler, {"registry": registry}),
+        ],
+    )
     run_pages.add_to(scheduler, registry)
     export_metrics(registry)
 
 
-# -- Prometheus ------------------------------------------------------------------------------------------------------
+# -- JSON and Prometheus ---------------------------------------------------------------------------------------------
+
+
+class JobsHandler(web.RequestHandler):
+    """GET /staleflow/jobs.json: all jobs, without their histories."""
+
+    def initialize(self, registry: JobRegistry) -> None:
+        self._registry = registry
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(self._registry.all_jobs()))
+
+
+class JobHandler(JobsHandler):
+    """GET /staleflow/job/ID.json: a job with the metrics of all its steps."""
+
+    def get(self, id: str) -> None:  # type: ignore[override]
+        job = self._registry.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, f"no job {id}")
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(job.to_plain() | {"steps": list(job.history.values())}))
 
 
 class JobMetricsCollector(Collector):

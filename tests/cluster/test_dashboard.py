@@ -116,8 +116,16 @@ async def get(url: str) -> str:
     return await asyncio.to_thread(read)
 
 
-def test_prometheus_metrics_show_reported_jobs() -> None:
+def test_routes_and_metrics_show_reported_jobs() -> None:
     async def look(client: Any, address: str) -> None:
+        jobs = json.loads(await get(f"{address}staleflow/jobs.json"))
+        assert [(j["id"], j["state"], j["status"].get("version")) for j in jobs] == [
+            ("one", "running", 3), ("two<b>", "waiting", None),
+        ]  # fmt: skip
+        parsed = json.loads(await get(f"{address}staleflow/job/one.json"))
+        assert [s["reward"] for s in parsed["steps"]] == [0.625]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            await get(f"{address}staleflow/job/none.json")
         metrics = await get(f"{address}metrics")
         assert 'staleflow_reward{job="one"} 0.625' in metrics
         assert 'staleflow_tokens_per_second{job="one"} 200.0' in metrics
