@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,17 +251,9 @@ class RunData:
 
         return hugging_face_dataset(self._store(), where, self._detokenizer())
 
-    # -- in a notebook -------------------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         facts = ", ".join(f"{name} {value}" for name, value in self._facts().items())
         return f"<Run {self.url or self._path}: {facts}>"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items()
-        )
-        return f"<table><caption>{escape(self.url or str(self._path))}</caption>{rows}</table>"
 
     def _facts(self) -> dict[str, str]:
         summary = self._store().summary() if self._has_store() else None

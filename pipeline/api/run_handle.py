@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -158,9 +157,6 @@ class RunHandle:
 
     def __repr__(self) -> str:
         return f"<RunHandle {self._job.name}, {self.status()}>"
-
-    def _repr_html_(self) -> str:
-        return f"<b>{html.escape(str(self.run_dir))}</b><br>{self.status()._repr_html_()}"
 
     # -- the caller's thread: the beginning and the end ---------------------------------------------------------------
 

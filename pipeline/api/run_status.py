@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +68,6 @@ class RunStatus:
         why = f": {self.message}" if self.message and self.message != self.state else ""
         return f"{self.state}: {', '.join(parts)}{why}"
 
-    def _repr_html_(self) -> str:
-        return (
-            f'<progress value="{self.step}" max="{self.steps}" style="vertical-align: middle"></progress> '
-            f"{html.escape(str(self))}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunResult:
@@ -97,13 +90,6 @@ class RunResult:
 
     def __str__(self) -> str:
         return f"{self.run_dir}: {', '.join(f'{name} {value}' for name, value in self._summary_rows())}"
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f'<tr><th style="text-align: left">{name}</th><td style="text-align: left">{html.escape(value)}</td></tr>'
-            for name, value in (("run", str(self.run_dir)), *self._summary_rows())
-        )
-        return f"<table>{rows}</table>"
 
     def _summary_rows(self) -> list[tuple[str, str]]:
         """The most important numbers, by name."""

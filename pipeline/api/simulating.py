@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import itertools
 import json
 import multiprocessing
@@ -93,9 +92,6 @@ class SimulationResult:
 
     def __repr__(self) -> str:
         return f"<SimulationResult {self}>"
-
-    def _repr_html_(self) -> str:
-        return "<br>".join(html.escape(line) for line in (str(self), *self.explanation()))
 
 
 def simulate(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -105,9 +104,6 @@ class SubmittedJob:
 
     def __repr__(self) -> str:
         return f"<SubmittedJob {self.id}, {self.run_dir}>"
-
-    def _repr_html_(self) -> str:
-        return f"<b>{html.escape(self.id)}</b> {html.escape(str(self.run_dir))}<br>{self.status()._repr_html_()}"
 
 
 def submit(
