@@ -117,19 +117,12 @@ def _refuse_lost_store(run_dir: Path) -> None:
     """Raise ConfigError if a run's store is missing although the run has trained. A store is created before
     training."""
     store = run_dir / "store"
-    points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
-    checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
-    if store.is_symlink():
-        reason = f"is a link to {store.readlink()}, which does not exist; mount it"
-    elif points:
-        reason = f"is missing, but there is a resume point of version {max(points)}; restore it"
-    elif checkpoints:
-        reason = f"is missing, but there is a checkpoint, {checkpoints[-1]}; restore it"
-    elif (run_dir / "summary.json").exists():
-        reason = "is missing, but the run has ended; restore it"
-    else:
-        return
-    raise ConfigError(f"{store}: {reason}, or train again under another name: staleflow run ... --set name=...")
+    traces = (path for pattern in ("resume/v*", "checkpoints/*", "summary.json") for path in run_dir.glob(pattern))
+    if store.is_symlink() or any(traces):
+        raise ConfigError(
+            f"{store}: is missing, but the run has trained; restore or mount it, or train again under another name: "
+            "staleflow run ... --set name=..."
+        )
 
 
 def check_header(config: RunConfig, header: RunHeader) -> None:
