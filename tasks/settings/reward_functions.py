@@ -7,6 +7,7 @@ the group `staleflow.rewards`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from staleflow.tasks.settings.knobs import Knob
 
 NO_ANSWER = "no answer to compare with; set task.columns.answer, or reward.function to your own"
 """Message of rewards that compare with the record's answer if it has none."""
+LATEX_COMMAND = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})?")
+WORDS = re.compile(r"[A-Za-z]{2,}\s+\S")
 GROUP = "staleflow.rewards"
 """Name of the entry point group for reward functions."""
 
@@ -26,14 +29,22 @@ def task_reward(answer: str, record: Mapping[str, Any], source: Any) -> Any:
 
 
 def math_verify_reward(answer: str, record: Mapping[str, Any]) -> float:
-    """Return 1 if the answer is mathematically equal to the record's, as checked by the `math-verify` package, else
-    0."""
+    """Return 1 if the answer is mathematically equal to the record's, as checked by the `math-verify` package, else 0.
+
+    An answer of several words is searched for an expression; a shorter one is the expression, as task.answer_pattern
+    finds it.
+    """
     from math_verify import parse, verify
 
     if "answer" not in record:
         raise ConfigError(NO_ANSWER)
-    gold = str(record["answer"])
-    return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
+    expression = answer if WORDS.search(LATEX_COMMAND.sub("", answer)) else _in_math_mode(answer)
+    return float(verify(parse(_in_math_mode(str(record["answer"]))), parse(expression)))
+
+
+def _in_math_mode(text: str) -> str:
+    """Return a text as LaTeX between dollar signs, unless it marks its expressions itself."""
+    return text if "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text else f"${text}$"
 
 
 REWARDS: dict[str, Callable[..., Any]] = {"task": task_reward, "math_verify": math_verify_reward}

@@ -278,9 +278,16 @@ def test_extract_answer_returns_the_last_match() -> None:
 
 
 def test_math_verify_accepts_equal_expressions() -> None:
+    """Whole responses, and expressions without dollar signs as answer_pattern finds them."""
+    equal = [
+        (r"$\frac{1}{2}$", "0.5"), (r"\sqrt{2}", r"\sqrt{2}"), (r"2\pi", r"$2\pi$"), ("1+x^2", "x^2+1"),
+        ("(1,2)", "(1, 2)"), ("The answer is 3/4.", "0.75"), (r"So \(2\pi\)", r"2\pi"), ("5 apples", "5"),
+        (r"It is \boxed{\sqrt{2}}.", r"\sqrt{2}"),
+    ]  # fmt: skip
+    different = [(r"$\frac{1}{3}$", "0.5"), (r"2\pi", "2"), ("", "2"), ("no idea", "2"), (r"\sqrt{2}", "2")]
     with closing(scorer("math_verify", timeout_s=20)) as reward_scorer:
-        scores = reward_scorer.score([("$\\frac{1}{2}$", {"answer": "0.5"}), ("$\\frac{1}{3}$", {"answer": "0.5"})])
-    assert [s.reward for s in scores] == [1.0, 0.0]
+        scores = reward_scorer.score([(answer, {"answer": gold}) for answer, gold in (*equal, *different)])
+    assert [s.reward for s in scores] == [1.0] * len(equal) + [0.0] * len(different)
 
 
 def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
