@@ -76,6 +76,8 @@ class ForkServerLoop:
     settings: ForkServerSettings
     episode_by_pid: dict[int, int] = field(default_factory=dict)
     """Numbers of running episodes, by process id."""
+    helper_pids: frozenset[int] = frozenset()
+    """Processes that the environment's code started when it was loaded. They end with the server."""
     reports: bytes = b""
     """EXIT_REPORT messages that are not sent yet. Sending never waits for the caller to read them, because no process
     could be forked meanwhile."""
@@ -84,6 +86,7 @@ class ForkServerLoop:
         wake, wake_sender = socket.socketpair()
         for sock in (wake, wake_sender):
             sock.setblocking(False)
+        self.helper_pids = frozenset(_list_children())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         try:
@@ -147,14 +150,16 @@ class ForkServerLoop:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
                 self.reports += EXIT_REPORT.pack(number, os.waitstatus_to_exitcode(status))
-            _kill_children(set(self.episode_by_pid))  # their children become this process's, and are killed next
+            _kill_children(
+                self.helper_pids | self.episode_by_pid.keys()
+            )  # their children become this process's, and are killed next
 
     def _kill_all(self) -> None:
         """Kill all children of this process, and their children, which become its own when their parents die."""
         deadline_s = time.monotonic() + STOP_S
         with contextlib.suppress(ChildProcessError):
             while time.monotonic() < deadline_s:
-                _kill_children(set())
+                _kill_children(frozenset())
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     time.sleep(0.005)
 
@@ -175,13 +180,20 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _kill_children(episodes: set[int]) -> None:
-    """Kill those children of this process that dead episodes have left behind. episodes: processes to leave alone."""
-    with contextlib.suppress(OSError):  # a system without this file
-        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split():
-            if int(child) not in episodes:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(int(child), signal.SIGKILL)
+def _list_children() -> list[int]:
+    """The ids of this process's children; none on a system that does not list them."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()]
+    except OSError:
+        return []
+
+
+def _kill_children(spared_pids: frozenset[int]) -> None:
+    """Kill those children of this process that dead episodes have left behind."""
+    for pid in _list_children():
+        if pid not in spared_pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -252,7 +264,9 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
         try:
             if method == BEGIN:
                 if episode is not None:
-                    await episode.close()
+                    previous, episode = episode, None
+                    with contextlib.suppress(EpisodeFailed):  # not a failure of the new episode
+                        await previous.close()
                 episode = environment.episode(args[0])
                 result = await episode.begin()
             elif episode is not None and method == STEP:

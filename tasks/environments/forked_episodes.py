@@ -113,6 +113,8 @@ class ForkServer:
         """Like `exit_code`, of a process that has ended. May wait for the server's report."""
         deadline = time.monotonic() + REPORT_TIMEOUT_S
         while (exit_code := self.exit_code(number)) is None and time.monotonic() < deadline:
+            if self._control is None:  # a server that has died reports nothing
+                break
             time.sleep(POLL_S)
         return exit_code
 

@@ -12,7 +12,7 @@ from staleflow.tasks.environments.episode import error_line
 
 MAX_NUMBERS = 100
 """Maximum numbers of an observation or action that are written as text; images have more."""
-NUMBER_PATTERN = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+NUMBER_PATTERN = r"-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 COLORED_TEXT = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
 """Text that a terminal shows in color. Some environments mark the player's position by it."""
 
@@ -109,6 +109,8 @@ def parse_action(space: Any, text: str) -> Any:
         action_values = numbers[-size:]
         if not np.issubdtype(space.dtype, np.floating) and not all(number.is_integer() for number in action_values):
             raise ValueError("not whole numbers")
+        if any(abs(number) >= 2**63 for number in action_values):
+            raise ValueError("numbers that no space has")
         action = (
             np.int64(action_values[0])
             if space_type == "Discrete"

@@ -444,8 +444,13 @@ class FilteredSource:
 
 
 def without_prompts(source: TaskSource, prompts: frozenset[Prompt]) -> TaskSource:
-    """The source without these training prompts, in place of which it has others."""
-    return FilteredSource(source, lambda task: task.prompt not in prompts, EVALUATED) if prompts else source
+    """The source without these training prompts, in place of which it has others. Tasks of an environment remain: their
+    seed defines them, and all of them may have one first observation."""
+
+    def is_trained(task: Task) -> bool:
+        return task.seed is not None or task.prompt not in prompts
+
+    return FilteredSource(source, is_trained, EVALUATED) if prompts else source
 
 
 ID_MULTIPLIER = 2_654_435_761

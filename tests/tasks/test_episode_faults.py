@@ -118,6 +118,30 @@ async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Pa
         assert (await act(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
+async def test_a_helper_process_of_an_environments_file_outlives_its_episodes(tmp_path: Path) -> None:
+    (tmp_path / "helped.py").write_text(
+        "import subprocess\n\nHELPER = subprocess.Popen(['sleep', '1000'])\n\n\nclass Helped:\n"
+        "    def reset(self, seed):\n        return 'go', {}\n\n    def step(self, action):\n"
+        "        return str(HELPER.pid), 1.0, action == 'end', False, {}\n"
+    )
+    async with host_episode(settings(f"{tmp_path}/helped.py:Helped")) as (episodes, task):
+        (helper,) = (await act(episodes, task, "a")).messages
+        assert (await act(episodes, task, "end", member=1)).ended
+        assert (await act(episodes, task, "end", member=2)).ended
+        assert not is_gone(int(helper.content))
+    await until_gone(int(helper.content))
+
+
+async def test_an_error_of_close_affects_no_later_task(tmp_path: Path) -> None:
+    (tmp_path / "closing.py").write_text(
+        "class Closing:\n    def reset(self, seed):\n        return f'seed {seed}', {}\n\n"
+        "    def step(self, action):\n        return '', 1.0, True, False, {}\n\n"
+        "    def close(self):\n        raise OSError('no log')\n"
+    )
+    source = settings(f"{tmp_path}/closing.py:Closing").source.build()
+    assert len({source.task(index).prompt for index in range(3)}) == 3
+
+
 async def test_daemon_children_of_an_environment_end_with_it(games: Path) -> None:
     async with host_episode(settings(f"{games}:Moody")) as (episodes, task):
         (child,) = (await act(episodes, task, "child")).messages

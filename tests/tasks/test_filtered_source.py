@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import tokenizers
@@ -12,11 +13,11 @@ import tokenizers
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
-from staleflow.tasks.rendering.task_source import Message, Task
+from staleflow.tasks.rendering.task_source import Message, Task, TaskSource
 from staleflow.tasks.settings.task_config import EvaluationSetConfig, TaskConfig
 from staleflow.tasks.sources.evaluation_items import GREEDY, EvaluationItems
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts, without_prompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 LONG = (3, 7, 8, 28)
@@ -53,6 +54,18 @@ def test_prompts_that_are_too_long_are_replaced_deterministically(settings: Prom
     assert [again.task(i) for i in reversed(range(27))] == drawn[::-1]
     assert len(prompts.held_out(3)) == 2
     assert not {task.prompt for task in drawn} & {task.prompt for task in prompts.held_out(3)}
+
+
+class SeededTasks:
+    """Tasks of an environment whose first observation is always the same."""
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return Task(prompt="rules", record={}, seed=index)
+
+
+def test_tasks_of_an_environment_are_not_excluded_by_their_first_observation() -> None:
+    source = without_prompts(cast(TaskSource, SeededTasks()), frozenset({"rules"}))
+    assert [source.task(index).seed for index in range(3)] == [0, 1, 2]
 
 
 def test_prompts_of_an_evaluation_set_must_fit_its_own_limit_or_are_left_out(

@@ -170,6 +170,7 @@ def test_spaces_are_rendered_as_text_or_rejected() -> None:
     for space, text in (
         (spaces.Discrete(3), "none"), (spaces.Discrete(3), "3"), (spaces.Discrete(3), "1.5"),
         (spaces.Box(0, 1, (2,)), "0.5"), (spaces.Text(2), "too long"),
+        (spaces.Discrete(3), "9" * 30), (spaces.MultiDiscrete([3, 4]), "1 and 1e30"), (spaces.Discrete(6), ".5"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"numbers|space"):
             parse_action(space, text)
