@@ -12,7 +12,7 @@ import numpy.typing as npt
 from staleflow.pipeline.config import knob_tree
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.factories import draft_settings, instance_cost_model, make_episodes
-from staleflow.pipeline.config.model_files import read_vocabulary_size
+from staleflow.pipeline.config.model_files import find_local_model, read_context_length, read_vocabulary_size
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
@@ -140,13 +140,17 @@ def unrepeatable_sources(config: RunConfig) -> frozenset[int]:
 
     if not (config.has_texts and config.has_environment):
         return frozenset()
-    key = "task.source"
-    sources = [task.source for task in config.task.sources_by_name.values()]
+    sources = {_source_key(name): task.source for name, task in config.task.sources_by_name.items()}
     return frozenset(
         number
-        for number, source in enumerate(sources)
+        for number, (key, source) in enumerate(sources.items())
         if is_environment(source, key) and not traits_of(source, key).repeatable
     )
+
+
+def _source_key(name: str) -> str:
+    """The job file's key of a task source. name: empty if the job has one without a name."""
+    return f"task.sources.{name}.source" if name else "task.source"
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
@@ -170,7 +174,7 @@ def _environment_sources(config: RunConfig) -> dict[str, TaskConfig]:
     return {
         name: task
         for name, task in config.task.sources.items()
-        if config.has_texts and is_environment(task.source, f"task.sources.{name}.source")
+        if config.has_texts and is_environment(task.source, _source_key(name))
     }
 
 
@@ -259,6 +263,12 @@ def max_prompt_tokens(config: RunConfig, context_length: int) -> int | None:
     return min(context_length, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 
 
+def _read_context_length(config: RunConfig) -> int:
+    """Tokens the model can attend to; no limit if the model is not on this machine. Raises ConfigError."""
+    folder = find_local_model(config.model.path)
+    return 2**31 if folder is None else read_context_length(folder, f"model.path = {config.model.path!r}")
+
+
 def server_settings(config: RunConfig, store: Path, context_length: int, *, resumed: bool = False) -> ServerSettings:
     """Settings of the trajectory server. context_length: the model's, in tokens. resumed: whether to continue an
     existing store."""
@@ -309,14 +319,16 @@ def overlong_penalty(config: RunConfig) -> OverlongPenalty:
 
 
 def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | None:
-    """Settings of the examples of supervised fine-tuning; None without it. num_held_out: as in the store's
-    RunHeader."""
+    """Settings of the examples of supervised fine-tuning; None without it. Raises ConfigError. num_held_out: as in the
+    store's RunHeader."""
     from staleflow.tasks.sources.examples import ExampleSettings
 
     sft = config.training.sft
     if not sft.uses_examples:
         return None
-    prompts = prompt_settings(config, num_held_out=num_held_out, max_prompt_tokens=max_prompt_tokens(config, 2**31))
+    prompts = prompt_settings(
+        config, num_held_out=num_held_out, max_prompt_tokens=max_prompt_tokens(config, _read_context_length(config))
+    )
     if not sft.source:
         return ExampleSettings(prompts=prompts, examples_per_step=sft.examples_per_step)
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.

@@ -116,7 +116,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         derived_branches.derive_rewards(store, path, branch, new_rewards, lineage)
     steps = np.unique(table["step"][remaining_mask])
     first_step = int(table["step"][removed_mask].min())
-    start, resume_point, reason = find_start(run_dir, store, min(first_step, len(steps) - 1))
+    start, resume_point, reason = find_start(run_dir, store, first_changed_step=first_step, num_steps=len(steps))
     unlearning = Unlearning(
         branch=branch,
         rows=len(ids),
@@ -176,20 +176,34 @@ def _branch_exists(path: Path, branch: str, lineage: dict[str, str]) -> bool:
     return branch in names and VersionedStore.open(path, branch=branch).lineage == lineage
 
 
-def find_start(run_dir: Path, store: VersionedStore, latest: int) -> tuple[int, str, str]:
-    """The version to begin with, at most `latest`; the path of its resume point; and why there is none.
+def find_start(
+    run_dir: Path, store: VersionedStore, *, first_changed_step: int, num_steps: int
+) -> tuple[int, str, str]:
+    """The version to begin with, so that all changed steps and at least one step are trained; the path of its resume
+    point; and why there is no resume point.
 
     There is none if the run was started with other settings or code than there are now: the weights of its resume
     points would not be those of offline training.
+
+    Args:
+        run_dir: The run's folder.
+        store: Its store.
+        first_changed_step: The first step that trained on a row that is left out.
+        num_steps: Number of steps of which rows remain.
     """
     resume_points = ResumePoints(run_dir / "resume")
     current = {name: {value} for name, value in start_inputs.weight_inputs(run_dir, "", None).items()}
     current["user_code"].add(start_inputs.user_code_hash(run_dir, includes_branches=False))
     starts = [record.inputs for record in store.commits() if "settings" in record.inputs]
-    names = [name for name in REQUIRED_INPUTS if not starts or {start.get(name) for start in starts} - current[name]]
+    if not starts:
+        return 0, "", "the run did not record its settings and code"
+    names = [name for name in REQUIRED_INPUTS if {start.get(name) for start in starts} - current[name]]
     if names:
         return 0, "", f"the run was not trained with the current {', '.join(names)}"
+    latest = min(first_changed_step, num_steps - 1)
+    if latest == 0:
+        return 0, "", "only one step remains" if first_changed_step else "it is changed in step 0"
     version = max((v for v in resume_points.complete_versions() if v <= latest), default=PolicyVersion(0))
     if not version:
-        return 0, "", f"no resume point of version {latest} or before is kept" if latest else "it is changed in step 0"
+        return 0, "", f"no resume point of version {latest} or before is kept"
     return version, str(resume_points.path(version).resolve()), ""

@@ -176,8 +176,8 @@ class EnvironmentHost:
                 self._running_steps[key] = asyncio.create_task(self._run_step(call_server, item))
 
     async def next_outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
-        """Wait up to `timeout_s` for env steps to end, and return their outcomes. Raises ConfigError if an observation
-        cannot be rendered for the model."""
+        """Wait up to `timeout_s` for env steps to end, and return their outcomes. Raises the error of a step if
+        it is not one of its environment."""
         if not self._outcomes and self._error is None:
             self._outcome_ready.clear()
             with contextlib.suppress(TimeoutError):
@@ -254,7 +254,7 @@ class EnvironmentHost:
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
                 return (await self._state_and_outcome(call_server, item))[1]
-            return item.outcome(restart_reason=result.error, lost=result.lost)
+            return item.outcome(restart_reason=result.error, lost=result.lost, seconds=elapsed_s)
         score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
         recorded_score: ScoredResponse | None = await call_server(
             "record_rewards", RewardItem(trajectory, state.num_tokens, route_number, score)

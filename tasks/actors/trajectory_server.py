@@ -285,7 +285,7 @@ class TrajectoryServer:
         )
         states: list[server_messages.EpisodeState | None] = []
         for t, (_, route_number), turns in zip(trajectories, requested, texts, strict=True):
-            if t is None:
+            if t is None or t.id not in self._in_flight.live:  # it may have ended while its state was read
                 states.append(None)
             else:
                 limit = max_new_tokens.get(t.group) or self._settings.prompts.response_tokens(t.source)

@@ -83,6 +83,14 @@ def test_unrepeatable_sources_are_environments_that_cannot_be_set_back(tmp_path:
     assert not actor_settings.unrepeatable_sources(read(tmp_path, text)), "it has no environment, and is not loaded"
 
 
+def test_an_error_of_a_table_names_its_key(tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text("raise ValueError('broken')\n")
+    text = TWO.replace('reward = "mine.py:score"', "").replace("mine.py:Numbers", f"{tmp_path / 'games.py'}:Game")
+    config = read(tmp_path, text, "environment.tools=['calculator']")
+    with pytest.raises(ConfigError, match=r"task\.sources\.b\.source"):
+        actor_settings.unrepeatable_sources(config)
+
+
 def test_a_source_that_cannot_be_imported_here_is_not_checked(tmp_path: Path, tiny_model: Path) -> None:
     text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
     (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), runs_here=False)

@@ -181,6 +181,22 @@ def test_a_resume_point_of_other_weights_or_settings_is_not_used(run_copy: Path,
     assert facts.reason == "the run was not trained with the current settings"
 
 
+def test_the_only_step_that_remains_is_trained_from_the_base_model(run_copy: Path) -> None:
+    """The reason does not claim that step 0 is changed, or that inputs changed which no commit recorded."""
+    store = VersionedStore.open(run_copy / "store")
+    start, _, reason = unlearning.find_start(run_copy, store, first_changed_step=1, num_steps=1)
+    assert (start, reason) == (0, "only one step remains")
+    start, _, reason = unlearning.find_start(run_copy, store, first_changed_step=0, num_steps=3)
+    assert (start, reason) == (0, "it is changed in step 0")
+
+
+def test_a_run_without_recorded_inputs_is_trained_from_the_base_model(tmp_path: Path) -> None:
+    run_dir = stored_simulation(tmp_path, "name=emulated")
+    store = VersionedStore.open(run_dir / "store")
+    start, _, reason = unlearning.find_start(run_dir, store, first_changed_step=1, num_steps=3)
+    assert (start, reason) == (0, "the run did not record its settings and code")
+
+
 def test_a_resume_point_of_another_kind_of_machine_is_named(
     run_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -401,6 +401,25 @@ async def test_a_reward_belongs_to_the_tokens_that_were_scored(tmp_path: Path, m
     assert ZERO not in server._in_flight.scored
 
 
+async def test_a_trajectory_that_ends_while_its_state_is_read_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its host would run the environment, or report that it failed."""
+    scene = await ServerScene.create(in_memory(), tmp_path)
+    await scene.sample(ZERO, ONE)
+    server, records = scene.server, scene.server._task_cache.records
+
+    async def slow_records(groups: Iterable[GroupId]) -> dict[GroupId, Any]:
+        result = await records(groups)
+        await server.discard((ENDING,), (V0,))
+        return result
+
+    monkeypatch.setattr(server._task_cache, "records", slow_records)
+    ended, live = await server.episode_states([(ZERO, 1), (ONE, 1)])
+    assert ended is None
+    assert live is not None and live.num_tokens == 9
+
+
 async def test_of_two_observations_of_a_turn_the_later_is_late(tmp_path: Path) -> None:
     """Two hosts send them at once, and neither is encoded before the other arrives."""
     scene = await ServerScene.create(in_memory(), tmp_path)

@@ -155,6 +155,25 @@ def test_an_outcome_has_the_duration_of_its_step_and_its_end() -> None:
     assert {(item.ended, item.reward, item.seconds) for i, item in result.items() if i % 2} == {(True, 0.5, 15.0)}
 
 
+class BrokenEnvironments(Environments):
+    """Environments that fail after some time."""
+
+    async def step(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
+        return HostedStepResult(ended=True, error="it broke", environment_s=60.0, waited_s=2.0)
+
+
+class RestartingServer(Server):
+    """A server that restarts all episodes."""
+
+    async def restart(self, keys: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
+        return [True for _ in keys]
+
+
+def test_an_outcome_of_a_failed_environment_has_the_duration_of_its_step() -> None:
+    result = run_steps(RestartingServer(), environments=BrokenEnvironments())
+    assert {(item.restart_reason, item.seconds) for item in result.values()} == {("it broke", 62.0)}
+
+
 class RecordingEnvironments(Environments):
     """Environments that record which episodes are cancelled."""
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
@@ -72,6 +73,20 @@ def test_prompts_of_evaluation_sets_are_no_examples(tiny_model: Path, tmp_path: 
     assert settings is not None
     prompts = [load_chat_tokenizer(str(tiny_model)).text(row.prompt.tolist()) for row in settings.build().rows(0)]
     assert prompts == ["0+1", "0+1"], "2+1 is held out, 1+1 is evaluated"
+
+
+def test_examples_omit_the_prompts_that_the_run_omits(tiny_model: Path, tmp_path: Path) -> None:
+    """Those that do not fit into the model's context."""
+    config = job(
+        tmp_path, tiny_model, "training.sft.source=", "task.skip_long=true", "rollout.engine.kv_tokens=1000000"
+    )
+    context = inspect_model(config).context_length
+    examples, server = (
+        actor_settings.example_settings(config, 1),
+        actor_settings.server_settings(config, tmp_path / "store", context),
+    )
+    assert examples is not None
+    assert examples.prompts.max_prompt_tokens == server.prompts.max_prompt_tokens == context - 16
 
 
 @pytest.mark.parametrize("name", MODELS)
