@@ -96,8 +96,8 @@ async def loads(config: RunConfig) -> list[EngineLoad]:
     driver = Driver(config, actors, config.run_dir, RunListener())
     try:
         outcomes = await driver.run()
-        if outcomes.actor_losses:
-            raise SystemExit(f"an instance was lost, and what it had counted: {outcomes.actor_losses}")
+        if outcomes.lost_actors:
+            raise SystemExit(f"an instance was lost, and what it had counted: {outcomes.lost_actors}")
         return [await actors.ask(str(name), "report") for name in actors.instances]
     finally:
         await driver.close()

@@ -347,7 +347,7 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
     )
 
 
-def trainer_settings(config: RunConfig) -> PolicySettings:
+def policy_settings(config: RunConfig) -> PolicySettings:
     """Settings from which the trainer builds its policy."""
     if config.emulated:
         from staleflow.tasks.training.emulated_trainer import EmulatedTrainerSettings
@@ -359,10 +359,10 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             switch_s=config.simulation.switch_s if config.shares_gpus else 0.0,
             training=config.training,
         )
-    return policy_trainer_settings(config)
+    return trainer_settings(config)
 
 
-def policy_trainer_settings(config: RunConfig) -> TrainerSettings:
+def trainer_settings(config: RunConfig) -> TrainerSettings:
     """Settings of the trainer of a job that is not emulated."""
     from staleflow.tasks.training.policy import TrainerSettings
 
@@ -476,10 +476,10 @@ def _recorded_turns(
     """Turns of the multi-turn rows, keyed by (group, member); rows that cannot be read are omitted."""
     group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
     positions = sorted(group_member_of_row)  # near rows are read together
-    turns_by_trajectory = {}
-    for position, row in zip(positions, store.trajectories_at(positions), strict=True):
+    turns_by_member = {}
+    for position, ended in zip(positions, store.trajectories_at(positions), strict=True):
         turns: list[Turn] = []
-        for span in row.trajectory.spans if isinstance(row, EndedTrajectory) else ():
+        for span in ended.trajectory.spans if isinstance(ended, EndedTrajectory) else ():
             turn = turns[-1] if turns else Turn(0)
             if isinstance(span, EnvSpan):
                 turns[-1:] = [
@@ -490,5 +490,5 @@ def _recorded_turns(
             else:
                 turns[-1:] = [turn._replace(tokens=turn.tokens + len(span.tokens))]
         if turns:
-            turns_by_trajectory[group_member_of_row[position]] = (*turns[:-1], Turn(turns[-1].tokens))
-    return turns_by_trajectory
+            turns_by_member[group_member_of_row[position]] = (*turns[:-1], Turn(turns[-1].tokens))
+    return turns_by_member

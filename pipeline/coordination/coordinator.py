@@ -329,7 +329,7 @@ class Coordinator(CoordinatorInspection):
             self._issuer.finish_evaluation(abandoned=True)
 
     def _fetch_prompts(self) -> None:
-        num_free = self._strategies.admission.num_reservable(self.ledger)
+        num_free = self._strategies.admission.num_startable(self.ledger)
         num_groups = num_free - len(self._state.unreserved_groups) - self._state.num_requested_groups
         if num_groups > 0 and len(self._state.fleet):
             self._issuer.fetch_prompts(num_groups)

@@ -114,7 +114,7 @@ class Reporter(RunListener):
         is_evaluating = snapshot.num_eval_in_flight > 0
         self._status = {
             **CODEC.encode(snapshot),
-            "losses": list(report.actor_losses),
+            "losses": list(report.lost_actors),
             "tokens_per_s": tokens_per_s(report.steps),
             "fleet": report.instances_line,
             "environments": [CODEC.encode(host) for host in report.environment_hosts],

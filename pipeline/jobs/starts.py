@@ -62,12 +62,12 @@ class StartRecorder(RunListener):
     def on_status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write the record of this start, if a step was trained or an actor lost since the last write."""
         self._report = report
-        self._start.losses, self._start.alarms = list(report.actor_losses), list(report.alarms)
+        self._start.losses, self._start.alarms = list(report.lost_actors), list(report.alarms)
         self._start.commands = dict(report.command_counts)
         if report.seconds_by_activity:
             phases = {name: report.seconds_by_activity.get(name, 0.0) for name in PHASES_PER_START}
             self._start.phases = phases | {"wall_s": report.seconds_by_activity.get("wall_s", 0.0) - self._elapsed_s}
-        counts = len(report.steps), len(report.actor_losses)
+        counts = len(report.steps), len(report.lost_actors)
         if counts != self._written_counts:
             self._written_counts = counts
             self._write()
@@ -105,7 +105,7 @@ def sum_over_starts(report: RunReport, run_dir: Path) -> RunReport:
     starts = read_start_records(run_dir)
     return replace(
         report,
-        actor_losses=[loss for start in starts for loss in start.losses],
+        lost_actors=[loss for start in starts for loss in start.losses],
         alarms=[alarm for start in starts for alarm in start.alarms],
         command_counts=_sum_starts([start.commands for start in starts]),
         seconds_by_activity=report.seconds_by_activity

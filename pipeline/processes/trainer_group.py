@@ -48,7 +48,7 @@ async def place_trainer(
 ) -> PlacedActor:
     """Place the trainer with all its ranks, and connect them to a group. Raises as Workers.place and Actors.ask_once
     do. weights_folder: folder of published weights. resume_points: folder of resume points."""
-    settings, threads, names = actor_settings.trainer_settings(config), config.cluster.threads, follower_names(config)
+    settings, threads, names = actor_settings.policy_settings(config), config.cluster.threads, follower_names(config)
     leader = await workers.place(
         TRAINER,
         "trainer",

@@ -139,7 +139,7 @@ class Driver:
         )
         self._last_resume_point = PolicyVersion(0) if resumption is None else resumption.version
         self.report = RunReport(
-            actor_losses=actors.loss_messages,
+            lost_actors=actors.loss_messages,
             alarms=actors.verification.alarms,
             notes=actors.verification.unverified_notes,
         )  # shares these lists, which grow during the run

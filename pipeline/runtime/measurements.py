@@ -31,9 +31,9 @@ class Measurements:
         self._earlier_s = earlier_s
         self._config = config
         self._time_scale = config.rollout.engine.time_scale
-        self._costs = make_job_speed(config)
+        self._speed = make_job_speed(config)
         self._tracker = TimeTracker(
-            self._costs.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
+            self._speed.cost_model, config.members_started_per_group, on_pull=config.rollout.on_pull,
             max_draft_length=config.rollout.engine.speculation.num_speculative_tokens,
         )  # fmt: skip
         self._training_started_s = self._idle_started_s = 0.0
@@ -96,8 +96,8 @@ class Measurements:
         """
         now = now_s()
         metrics.update(
-            **self._mean_staleness(),
-            **self._engine_counts(instances),
+            **self._take_mean_staleness(),
+            **self._take_engine_counts(instances),
             kept_tokens=float(kept_tokens),
             wait_s=self._training_started_s - self._idle_started_s,
             overhead_s=now - self._training_started_s - metrics["train_s"] - metrics["publish_s"],
@@ -145,15 +145,15 @@ class Measurements:
     @property
     def bottleneck(self) -> Diagnosis | None:
         """The bottleneck of the latest steps; None before the first has ended."""
-        return diagnose(sum_recent_steps(self._tracker.finished_steps, self._costs.eta), self._costs)
+        return diagnose(sum_recent_steps(self._tracker.finished_steps, self._speed.eta), self._speed)
 
     def diagnosis_and_fit(self) -> tuple[Diagnosis | None, CostModelFit | None]:
         """The bottleneck of the steady part of the run; and its cost model, None if too little was sampled."""
         fit = self._tracker.fit()
-        costs = make_job_speed(self._config, fit, self._tracker.draft_stats)
-        return diagnose(sum_steady_steps(self._tracker.finished_steps, self._costs.eta), costs), fit
+        speed = make_job_speed(self._config, fit, self._tracker.draft_stats)
+        return diagnose(sum_steady_steps(self._tracker.finished_steps, self._speed.eta), speed), fit
 
-    def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
+    def _take_engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """Engine counts since the end of the last step, summed over instances."""
         previous_counts, self._token_counts = self._token_counts, {i.id: i.token_counts for i in instances}
         return {
@@ -163,7 +163,7 @@ class Measurements:
             for name in TOKEN_COUNTS
         }
 
-    def _mean_staleness(self) -> dict[str, float]:
+    def _take_mean_staleness(self) -> dict[str, float]:
         """Mean staleness in flight and in queue over the ticks since the end of the last step."""
         samples, self._staleness_samples = self._staleness_samples or [(0.0, 0.0)], []
         return {

@@ -39,7 +39,7 @@ class RunReport:
     """Current state of the environment hosts."""
     sources: list[SourceCounts] = field(default_factory=list)
     """Counts of each task source, if the run has several."""
-    actor_losses: list[str] = field(default_factory=list)
+    lost_actors: list[str] = field(default_factory=list)
     """Actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
     """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""

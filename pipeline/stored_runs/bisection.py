@@ -324,7 +324,7 @@ class _RepeatedTraining:
             in_part &= self._columns["step"] < part.stop
             if part.start >= change.since:
                 config = restore_settings(config, self._former(change.since), keys)
-            advantages = unlearning.estimate_remaining_advantages(
+            advantages = unlearning.reestimate_advantages(
                 part.config, self._columns, in_part, removed & in_part, rewards, config
             )
             self._open(config, point)

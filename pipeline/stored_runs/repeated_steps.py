@@ -80,7 +80,7 @@ def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_
         num_held_out: Number of held-out prompts that the store's header has.
     """
     settings = dataclasses.replace(
-        actor_settings.policy_trainer_settings(config),
+        actor_settings.trainer_settings(config),
         num_steps=num_steps,
         shares_device=False,  # with layout "turns", too, the device has no rollout instance here
         # No driver watches these ranks, and each loads the model at its own speed.

@@ -35,7 +35,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
-REQUIRED_INPUTS = ("settings", "user_code", "staleflow")
+UNCHANGED_INPUTS = ("settings", "user_code", "staleflow")
 """Inputs of the run's starts (start_inputs.py) that must not have changed if a resume point is to be used."""
 Mask = npt.NDArray[np.bool_]
 
@@ -106,7 +106,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         raise ConfigError(f"{run_dir}: {count} trajectories that were trained on match where = {where!r}")
     ids = tuple(table["trajectory"][removed_mask].tolist())
     plan = training.make_plan(run_dir, out, ("task.eval_prompts=0",), where=f"trajectory not in {ids}")
-    advantages = estimate_remaining_advantages(plan.config, table, trained_mask, removed_mask)
+    advantages = reestimate_advantages(plan.config, table, trained_mask, removed_mask)
     lineage = {"without": where, "advantage": plan.config.training.advantage.name, "branch": MAIN}
     if not _branch_exists(path, branch, {**lineage, "parent": store.snapshot}):
         loss_mask = (table["loss_mask"] > 0) & ~removed_mask
@@ -133,7 +133,7 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
     ), unlearning
 
 
-def estimate_remaining_advantages(
+def reestimate_advantages(
     config: RunConfig,
     table: dict[str, npt.NDArray[Any]],
     trained_mask: Mask,
@@ -158,13 +158,13 @@ def estimate_remaining_advantages(
         [R] advantages; 0 of removed rows.
     """
     advantages: npt.NDArray[np.float32] = table["advantage"].copy()
-    is_scored = table["loss_mask"] > 0
+    has_loss_mask = table["loss_mask"] > 0
     rewards, new_config = table["reward"] if rewards is None else rewards, new_config or config
     is_changed = removed_mask | (rewards != table["reward"]) | (new_config != config)
     for step in np.unique(table["step"][trained_mask & is_changed]):
         batch = trained_mask & (table["step"] == step)
-        original = estimate_advantages(config, table, batch, table["reward"], is_scored)
-        recomputed = estimate_advantages(new_config, table, batch, rewards, is_scored & ~removed_mask)
+        original = estimate_advantages(config, table, batch, table["reward"], has_loss_mask)
+        recomputed = estimate_advantages(new_config, table, batch, rewards, has_loss_mask & ~removed_mask)
         advantages = np.where(batch & (original != recomputed), recomputed, advantages)
     advantages[removed_mask] = 0
     return advantages
@@ -197,7 +197,7 @@ def find_start(
     starts = [record.inputs for record in store.commits() if "settings" in record.inputs]
     if not starts:
         return 0, "", "the run did not record its settings and code"
-    names = [name for name in REQUIRED_INPUTS if {start.get(name) for start in starts} - current[name]]
+    names = [name for name in UNCHANGED_INPUTS if {start.get(name) for start in starts} - current[name]]
     if names:
         return 0, "", f"the run was not trained with the current {', '.join(names)}"
     latest = min(first_changed_step, num_steps - 1)

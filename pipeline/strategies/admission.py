@@ -40,7 +40,7 @@ class Admission(RegistryEntry, ABC):
         return bound
 
     @abstractmethod
-    def num_reservable(self, ledger: StalenessLedger) -> int:
+    def num_startable(self, ledger: StalenessLedger) -> int:
         """Number of groups that may start under the published version now, including queued ones."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class ReservationAdmission(Admission):
 
     starts_all_reservable = True
 
-    def num_reservable(self, ledger: StalenessLedger) -> int:
+    def num_startable(self, ledger: StalenessLedger) -> int:
         return ledger.num_reservable(ledger.version)
 
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
@@ -86,7 +86,7 @@ class CappedAdmission(Admission):
     def max_in_flight(self, ledger: StalenessLedger) -> int:
         """Maximum number of groups in flight."""
 
-    def num_reservable(self, ledger: StalenessLedger) -> int:
+    def num_startable(self, ledger: StalenessLedger) -> int:
         num_free = self.max_in_flight(ledger) - ledger.num_reserved - ledger.num_occupied
         return min(ledger.num_reservable(ledger.version), max(0, num_free))
 

@@ -91,8 +91,8 @@ def fingerprint(
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_threads = min(MAX_THREADS, cores)
     weights_hash = hashlib.sha256()
-    pending_digests: deque[tuple[bytes, list[Future[bytes]]]] = deque()
-    num_pending = 0
+    pending_tensors: deque[tuple[bytes, list[Future[bytes]]]] = deque()
+    num_pending_pieces = 0
 
     def add_tensor(header: bytes, digests: list[Future[bytes]]) -> int:
         weights_hash.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
@@ -101,11 +101,11 @@ def fingerprint(
     with ThreadPoolExecutor(num_threads, thread_name_prefix="hash") as pool:
         for name, tensor in sorted_tensors(weights):
             digests = [pool.submit(digest, (name, *piece)) for piece in _pieces(tensor)]
-            pending_digests.append((_header(name, tensor), digests))
-            num_pending += len(digests)
-            while num_pending > QUEUED_PIECES_PER_THREAD * num_threads:
-                num_pending -= add_tensor(*pending_digests.popleft())
-        for header, digests in pending_digests:
+            pending_tensors.append((_header(name, tensor), digests))
+            num_pending_pieces += len(digests)
+            while num_pending_pieces > QUEUED_PIECES_PER_THREAD * num_threads:
+                num_pending_pieces -= add_tensor(*pending_tensors.popleft())
+        for header, digests in pending_tensors:
             add_tensor(header, digests)
     return f"{SCHEME}:{weights_hash.hexdigest()}"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.config.actor_settings import engine_settings, trainer_settings
+from staleflow.pipeline.config.actor_settings import engine_settings, policy_settings
 from staleflow.tasks.engines.engine_settings import (
     ENGINES,
     EmulatedSettings,
@@ -62,7 +62,7 @@ def test_trainer_settings_have_the_training_table() -> None:
     config = loading.load(
         "examples/longtail.toml", (*JOB, "rollout.engine.name=transformers", "training.minibatches=2")
     )
-    settings = pickle.loads(pickle.dumps(trainer_settings(config)))
+    settings = pickle.loads(pickle.dumps(policy_settings(config)))
     assert settings.training == config.training
     assert (settings.model, settings.num_steps, settings.seed) == ("somewhere", config.steps, 3)
 

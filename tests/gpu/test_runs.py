@@ -71,7 +71,7 @@ def test_a_killed_role_is_replaced_on_the_gpu_and_no_trajectory_is_lost(
 ) -> None:
     overrides = (*CUDA, "steps=6", f"cluster.layout={layout}")
     driver = run_and_strike(gpu_job, overrides, victim, signal.SIGKILL)
-    assert any(f"{victim} is gone" in loss for loss in driver.report.actor_losses)
+    assert any(f"{victim} is gone" in loss for loss in driver.report.lost_actors)
     store = check(gpu_job.parent / "runs" / "job", 6)
     assert sum(entry.fate is Fate.CONSUMED for entry in store.trajectories()) == 6 * ROWS_PER_STEP
 

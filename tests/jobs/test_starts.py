@@ -19,7 +19,7 @@ PHASES = {
 
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
-    killed = RunReport(actor_losses=["3.0 s: rollout-0 is gone"], alarms=["drift"],
+    killed = RunReport(lost_actors=["3.0 s: rollout-0 is gone"], alarms=["drift"],
                        command_counts={"Route": 4, "Pull": 1},
                        seconds_by_activity={**PHASES, "wall_s": 8.0})  # fmt: skip
     first = StartRecorder(tmp_path, 0, 0.0)
@@ -33,7 +33,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
         raise ActorLost("server is gone")
 
     last = RunReport(
-        actor_losses=["20.0 s: reward-0 is gone"],
+        lost_actors=["20.0 s: reward-0 is gone"],
         command_counts={"Route": 1, "Train": 5},
         seconds_by_activity=dict(PHASES),
     )

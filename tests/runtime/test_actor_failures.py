@@ -59,7 +59,7 @@ def busiest(body: Body, method: str) -> str:
 
 def check_replaced(run: Run, instance: str, why: str) -> None:
     run.check()
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert instance in loss
     assert why in loss
     assert f"{instance}.1" in run.workers.names
@@ -108,7 +108,7 @@ def test_a_late_reply_within_its_timeout_is_accepted(body: Body, method: str) ->
     run = body.checked_run(
         *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], late_s=2.0)]
     )
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_trajectories_of_a_lost_instance_continue_on_its_replacement(body: Body) -> None:
@@ -172,7 +172,7 @@ def test_weights_that_cannot_be_compared_are_reported_as_not_verified(body: Body
 def test_both_instances_may_be_lost_at_once(body: Body) -> None:
     faults = [Fault(actor=name, method="report", nth=2, dies="before") for name in ("rollout-0", "rollout-1")]
     run = body.checked_run(faults=faults)
-    assert len(run.outcomes.actor_losses) == 2
+    assert len(run.outcomes.lost_actors) == 2
     assert {"rollout-0.1", "rollout-1.1"} <= set(run.workers.names)
 
 
@@ -182,7 +182,7 @@ def test_an_instance_lost_repeatedly_ends_the_run(body: Body) -> None:
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert str(error).startswith("rollout-0 was lost 4 times within an hour, last: rollout-0.3 is gone")
-    assert len(run.outcomes.actor_losses) == 4
+    assert len(run.outcomes.lost_actors) == 4
     run.check_kept()
 
 
@@ -205,7 +205,7 @@ def test_tokens_delivered_late_by_a_lost_instance_are_not_stored_twice(body: Bod
     """A poll in progress returns tokens that another instance samples by then."""
     faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.checked_run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 @pytest.mark.parametrize("method", CALLS)
@@ -214,7 +214,7 @@ def test_an_instance_that_keeps_running_after_its_loss_changes_nothing(body: Bod
     victim = busiest(body, method)
     faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], late_s=8.0)]
     run = body.checked_run(*CALLS[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
-    assert victim in run.outcomes.actor_losses[0]
+    assert victim in run.outcomes.lost_actors[0]
 
 
 NO_WORKER = [Fault(actor="rollout-0", method="__init__", nth=n, error=NoFreeWorker("no free worker")) for n in (2, 3)]
@@ -241,7 +241,7 @@ def test_a_run_with_too_few_instances_and_no_worker_ends(body: Body, limits: tup
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_dead_reward_worker_is_replaced_and_its_responses_are_scored_again(body: Body, moment: Any) -> None:
     run = body.checked_run(faults=[Fault(actor="reward-0", method="score", nth=2, dies=moment)])
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "reward-0 is gone" in loss
     assert run.workers.names.count("reward-0") == 2
     scored = [c.args[1] for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "score")]
@@ -253,9 +253,7 @@ def test_a_reward_worker_that_does_not_reply_is_replaced(body: Body) -> None:
     faults = [Fault(actor="reward-0", method="score", silent="before")]
     run = body.checked_run("reward.timeout_s=2", "deadlines.stuck_s=100", faults=faults)
     (held,) = [c.args[1] for c in run.workers.calls if c.method == "score"][:1]
-    assert (
-        f"reward-0 did not answer within {2 * 3 + 2 * len(held)} s (deadlines.call_s)" in run.outcomes.actor_losses[0]
-    )
+    assert f"reward-0 did not answer within {2 * 3 + 2 * len(held)} s (deadlines.call_s)" in run.outcomes.lost_actors[0]
 
 
 def test_a_stopped_reward_worker_is_detected_before_its_scoring_timeout(body: Body) -> None:
@@ -266,7 +264,7 @@ def test_a_stopped_reward_worker_is_detected_before_its_scoring_timeout(body: Bo
         run.workers.stop("reward-0")
 
     run = body.checked_run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=1.0), meanwhile=stop)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "reward-0 did not answer within 3 s (deadlines.call_s)" in loss
     called_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "score")][1]
     placed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("reward-0", "check")][1]
@@ -275,7 +273,7 @@ def test_a_stopped_reward_worker_is_detected_before_its_scoring_timeout(body: Bo
 
 def test_a_slow_reward_does_not_count_as_a_loss(body: Body) -> None:
     run = body.checked_run("reward.timeout_s=600", "deadlines.stuck_s=100", world=World(reward_s=9.0))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Body) -> None:
@@ -287,7 +285,7 @@ def test_a_reward_worker_released_for_another_job_moves_without_a_loss(body: Bod
         run.driver.release_worker(run.workers.placed["server"].address)
 
     run = body.checked_run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     assert run.workers.names.count("reward-1") == 2
     methods = run.workers.methods("reward-1")
     assert methods.index("close") < methods.index("check", 1), "it has left before another takes its place"
@@ -306,7 +304,7 @@ def test_a_reward_worker_may_move_again(body: Body) -> None:
 
     run = body.checked_run("reward.workers=2", "steps=6", world=World(reward_s=0.5), meanwhile=give_back)
     assert run.workers.names.count("reward-1") == 3
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 async def release_scored(run: Run) -> None:
@@ -321,7 +319,7 @@ def test_a_reward_worker_that_dies_while_it_moves_is_replaced(body: Body) -> Non
         "reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=release_scored, faults=[dies]
     )
     assert run.workers.names.count("reward-1") == 3
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 def test_a_reward_worker_lost_while_a_move_waits_is_placed_once(body: Body) -> None:
@@ -330,7 +328,7 @@ def test_a_reward_worker_lost_while_a_move_waits_is_placed_once(body: Body) -> N
         "reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=release_scored, faults=[dies]
     )
     assert run.workers.names.count("reward-1") == 2
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 def test_a_reward_worker_that_fails_after_its_move_does_not_end_the_run(body: Body) -> None:
@@ -352,7 +350,7 @@ def test_no_reward_worker_is_released_before_the_run_trains(body: Body) -> None:
 @pytest.mark.parametrize("method", ["__init__", "check"])
 def test_a_reward_worker_whose_replacement_dies_while_it_is_placed_is_replaced(body: Body, method: str) -> None:
     faults = [Fault(actor="reward-0", method=m, nth=2, dies="before") for m in ("score", method)]
-    assert len(body.checked_run(faults=faults).outcomes.actor_losses) == 2
+    assert len(body.checked_run(faults=faults).outcomes.lost_actors) == 2
 
 
 def test_a_lost_reward_workers_batch_is_scored_by_another_while_it_waits_for_a_worker(
@@ -431,7 +429,7 @@ ASKED_BY_OTHERS = ["requests", "deliver", "scoring_items", "record_rewards", "ba
 def test_a_server_that_is_slow_once_does_not_count_as_lost(body: Body, method: str) -> None:
     slow = [Fault(actor="server", method=method, nth=n, late_s=5.0) for n in (2, 4)]
     run = body.checked_run(*MOVING, world=long_ones(), faults=slow)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
@@ -443,7 +441,7 @@ def test_a_server_that_does_not_reply_is_lost_and_its_callers_are_not(body: Body
         run.workers.stop("server")
 
     run = body.checked_run("deadlines.stuck_s=100", meanwhile=mute)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "server did not answer within 3 s" in loss
     assert run.workers.names.count("server") == 2
 
@@ -462,7 +460,7 @@ def test_a_stopped_instance_beside_a_parameter_server_does_not_affect_others(bod
     run = body.checked_run(
         *LONG[1:], "steps=6", "deadlines.stuck_s=100", hosts=hosts, world=long_ones(), meanwhile=stop
     )
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert stopped[0] in loss
 
 
@@ -470,7 +468,7 @@ def test_an_instance_that_cannot_reach_the_server_is_replaced(body: Body) -> Non
     """Only calls of that instance are lost, so the instance is the cause."""
     slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
     run = body.checked_run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "rollout-0 does not reach the server, which answers: server did not answer within 3 s" in loss
 
 

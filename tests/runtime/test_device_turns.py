@@ -44,7 +44,7 @@ def test_a_process_that_dies_in_any_turn_is_replaced(
     """The ledger loses nothing and the replacement waits for its turn."""
     fault = Fault(actor=actor, method=method, nth=nth, dies=moment)
     run = body.checked_run(TURNS, f"staleness.eta={eta}", "steps=4", faults=[fault], world=long_ones())
-    happened = len(run.outcomes.actor_losses) > 0
+    happened = len(run.outcomes.lost_actors) > 0
     assert happened or (method == "interrupt" and eta == 0), "the fault did not happen"
 
 
@@ -79,7 +79,7 @@ def test_trainer_and_instance_may_be_lost_in_one_sampling_phase(body: Body, gets
         TURNS, "staleness.eta=0", "rollout.engine.max_running=2", "steps=4", hosts=("one",) * 5 + ("two", "one"),
         faults=[] if gets_weights else [unreachable], world=World(length=lambda _: 40), meanwhile=kill_both,
     )  # fmt: skip
-    assert len(run.outcomes.actor_losses) == 2
+    assert len(run.outcomes.lost_actors) == 2
     if gets_weights:
         run.check()
     else:

@@ -63,7 +63,7 @@ from tests.support.scripted import World
 
 def test_a_run_without_faults_completes_its_steps_and_invariants_hold(body: Body) -> None:
     run = body.checked_run()
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     assert run.workers.actor("trainer").saved == [str(run.config.run_dir / "checkpoints" / "step-000003")]
     assert all(run.workers.actor(name).engine.closed for name in ("rollout-0", "rollout-1"))
 
@@ -303,7 +303,7 @@ def test_a_parameter_server_that_fails_to_prune_does_not_stop_the_run(body: Body
     """The host keeps more versions than needed for a while."""
     faults = [Fault(actor="parameters-two", method="prune", **how)]
     run = body.checked_run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
@@ -375,7 +375,7 @@ def test_the_store_has_the_times_of_the_run_clock(
             Fault(actor="server", method="__init__", nth=2, late_s=5.0),
         ]
     run = body.run(faults=faults)
-    assert bool(run.outcomes.actor_losses) == server_lost
+    assert bool(run.outcomes.lost_actors) == server_lost
     scored = {e.event.trajectory: e.now for e in run.entries if isinstance(e.event, TrajectoryScored)}
     stored = {t.id: t.timings.rewarded_s for t in consumed(run)}
     assert stored
@@ -398,7 +398,7 @@ def test_slowly_arriving_weights_count_as_progress(body: Body, arrives: bool) ->
     run = body.run("staleness.eta=0", hosts=hosts, faults=slow, world=World(num_bytes=10**6))
     if arrives:
         run.check()
-        assert run.outcomes.actor_losses == []
+        assert run.outcomes.lost_actors == []
     else:
         assert str(run.raised()).startswith("no progress for 30 s (deadlines.stuck_s)")
         run.check_kept()
@@ -408,13 +408,13 @@ def test_weights_that_load_slowly_do_not_count_as_a_stuck_run(body: Body) -> Non
     """The timeout of a load grows with its bytes."""
     slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.checked_run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_slow_batch_of_rewards_does_not_count_as_a_stuck_run(body: Body) -> None:
     """Each response is scored within its timeout, and all of them take longer than stuck_s."""
     run = body.checked_run("batch.groups_per_step=4", "rollout.engine.max_running=8", world=World(reward_s=8.0))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 @pytest.mark.parametrize(("only", "alone"), [("rollout-0", "rollout.instances=1"), ("reward-0", "reward.workers=1")])
@@ -428,7 +428,7 @@ def test_a_run_is_not_stuck_while_its_only_actor_of_a_role_is_replaced(body: Bod
 
     late = Fault(actor=only, method="__init__", nth=2, late_s=40.0)
     run = body.checked_run(alone, faults=[late], meanwhile=kill)
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 def test_a_long_training_step_does_not_count_as_a_stuck_run(body: Body) -> None:
@@ -452,7 +452,7 @@ def test_an_instance_lost_during_the_last_pull_is_replaced(body: Body) -> None:
     last = sum(c.method == "pull" and c.actor == "rollout-0" for c in plain.workers.calls)
     run = body.checked_run(*EVALUATED, faults=[Fault(actor="rollout-0", method="pull", nth=last, dies="before")])
     assert evaluations(run) == [0, 3]
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 @pytest.mark.parametrize("actor", ["rollout-0", "trainer", "reward-0", "server", "parameters-one"])

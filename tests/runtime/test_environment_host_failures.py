@@ -45,7 +45,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(job: Pat
         "rollout.turn_tokens=3", "deadlines.call_s=6",
     )  # fmt: skip
     driver = run_and_strike(job, overrides, "environment-0", signal.SIGKILL)
-    assert "environment-0" in driver.report.actor_losses[0]
+    assert "environment-0" in driver.report.lost_actors[0]
     store = VersionedStore.open(job.parent / "runs" / "job" / "store")
     assert audit(store).findings == ()
     consumed = [row.trajectory for row in store.trajectories() if row.fate is Fate.CONSUMED]

@@ -110,7 +110,7 @@ def test_surplus_episodes_are_closed(body: Body) -> None:
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_lost_environment_host_is_replaced_and_called_again(body: Body, method: str, moment: Moment) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="environment-0", method=method, nth=2, dies=moment)])
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "environment-0 is gone" in loss
     assert run.workers.names.count("environment-0") == 2
 
@@ -121,7 +121,7 @@ def test_an_environment_host_whose_replacement_dies_while_it_is_placed_is_replac
         Fault(actor="environment-0", method="next_outcomes", nth=3, dies="before"),
         Fault(actor="environment-0", method=method, nth=2, dies="before"),
     ]
-    assert len(body.checked_run(*AGENTS, faults=faults).outcomes.actor_losses) == 2
+    assert len(body.checked_run(*AGENTS, faults=faults).outcomes.lost_actors) == 2
 
 
 @pytest.mark.parametrize("error", [ActorFailed("OSError: no space left"), ActorLost("it is gone")])
@@ -132,7 +132,7 @@ def test_an_environment_host_that_fails_after_its_move_is_replaced(body: Body, e
 
     fails = Fault(actor="environment-0", method="check", nth=2, error=error)
     run = body.checked_run(*AGENTS, faults=[fails], meanwhile=give_back)
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
     assert run.workers.names.count("environment-0") == 3
 
 
@@ -143,7 +143,7 @@ def test_an_environment_host_that_finds_no_free_worker_when_it_moves_is_replaced
 
     none = Fault(actor="environment-0", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
     run = body.checked_run(*AGENTS, faults=[none], meanwhile=give_back)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "environment-0 is gone" in loss
     assert run.workers.names.count("environment-0") == 2
 
@@ -155,19 +155,19 @@ def test_a_slow_replacement_of_an_environment_host_does_not_count_as_stuck(body:
     ]
     run = body.checked_run(*AGENTS, "environment.hosts=2", faults=faults)
     assert run.config.deadlines.stuck_s < 90.0
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 def test_an_environment_host_that_times_out_is_replaced(body: Body) -> None:
     run = body.checked_run(
         *AGENTS, faults=[Fault(actor="environment-0", method="next_outcomes", nth=3, silent="before")]
     )
-    assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.actor_losses[0]
+    assert "environment-0 did not answer within 5 s (deadlines.call_s)" in run.outcomes.lost_actors[0]
 
 
 def test_a_lost_trajectory_server_is_restored_during_episodes(body: Body) -> None:
     run = body.checked_run(*AGENTS, faults=[Fault(actor="server", method="add_observations", nth=3, dies="after")])
-    assert "server is gone" in run.outcomes.actor_losses[0]
+    assert "server is gone" in run.outcomes.lost_actors[0]
 
 
 class Unreachable:
@@ -204,7 +204,7 @@ def test_an_environment_host_that_cannot_reach_the_server_is_replaced(body: Body
 
     replaced = Fault(actor="environment-0", method="check", nth=2, act=lambda: cut_off(runs[0], later, num_reached=0))
     run = body.checked_run(*AGENTS, "deadlines.stuck_s=100", faults=[replaced], meanwhile=disconnect)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "environment-0 does not reach the server, which answers" in loss
     assert run.workers.names.count("environment-0") == 2
     assert not list(later)
@@ -219,7 +219,7 @@ def test_an_environment_host_that_reaches_the_server_again_is_not_replaced(body:
         cut_off(run, fails)
 
     run = body.checked_run(*AGENTS, "steps=6", "deadlines.stuck_s=100", meanwhile=disconnect)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     assert not list(fails)
 
 
@@ -264,7 +264,7 @@ def test_episodes_lost_with_their_host_are_not_failures(body: Body, monkeypatch:
     faults = [Fault(actor="environment-0", method="next_outcomes", nth=nth, dies="after") for nth in (5, 11, 17)]
     rules = ("environment.max_failed_share=0", "rollout.max_attempts=0", "workload.tool_s=0.5")
     run = body.checked_run(*AGENTS, *rules, faults=faults)
-    assert len(run.outcomes.actor_losses) == 3
+    assert len(run.outcomes.lost_actors) == 3
     assert run.events("EnvironmentFailed")
     assert all(event.lost for _, event in run.events("EnvironmentFailed"))
     assert AbortReason.ENVIRONMENT_FAILED not in {row.reason for row in run.store.trajectories()}

@@ -148,7 +148,7 @@ def test_an_instance_lost_during_an_evaluation_changes_no_result(body: Body, act
     check(run)
     assert versions(run)[-1] == 3
     assert versions(run) == sorted(set(versions(run)))
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 SLOW_S = 4.0

@@ -73,7 +73,7 @@ def test_a_lost_extra_instance_is_replaced_only_when_a_worker_is_free(body: Body
     none = Fault(actor="rollout-2", method="__init__", nth=2, error=NoFreeWorker("no free worker"))
     run = body.checked_run(*LONG, "rollout.max_instances=3", world=long_ones(), faults=[none], meanwhile=join)
     assert "rollout-2.1" in instances(run)
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
 
 
 def test_an_instance_that_fails_to_start_is_placed_elsewhere(body: Body) -> None:
@@ -81,7 +81,7 @@ def test_an_instance_that_fails_to_start_is_placed_elsewhere(body: Body) -> None
     never_up = Fault(actor="rollout-0", method="__init__", nth=2, dies="before")
     run = body.checked_run(*LONG, world=long_ones(), faults=[dies, never_up])
     assert "rollout-0.2" in instances(run)
-    assert len(run.outcomes.actor_losses) == 2
+    assert len(run.outcomes.lost_actors) == 2
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_run_whose_cluster_is_lost_ends_at_the_next_placement(body: Body, acto
     assert str(run.raised()) == "cluster: the scheduler was started anew"
     assert isinstance(run.raised(), ClusterLost)
     run.check_kept()
-    lost_s = float(run.outcomes.actor_losses[0].partition(" ")[0])
+    lost_s = float(run.outcomes.lost_actors[0].partition(" ")[0])
     last_s = max(c.at_s for c in run.workers.calls if c.method not in ("close", "flush")) - run.workers.calls[0].at_s
     assert last_s < lost_s + 5.0
 
@@ -128,7 +128,7 @@ def run_with_retirement(
 
 def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> None:
     run = run_with_retirement(body)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     moved = [r for r in run.store.trajectories() if len({s.instance for s in r.trajectory.segments}) > 1]
     assert moved, "no trajectory has tokens of two instances"
     assert "close" in run.workers.methods("rollout-1")
@@ -142,7 +142,7 @@ def test_trajectories_of_a_retired_instance_continue_elsewhere(body: Body) -> No
 def test_a_worker_is_retired_by_its_address(body: Body) -> None:
     run = run_with_retirement(body, by=lambda run: "process-4")
     assert "close" in [c.method for c in run.workers.calls if c.actor.startswith("rollout")]
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
@@ -153,7 +153,7 @@ def test_a_retired_instance_returns_when_a_worker_is_free(body: Body) -> None:
 
 def test_an_instance_that_dies_during_retirement_is_a_loss(body: Body, caplog: pytest.LogCaptureFixture) -> None:
     run = run_with_retirement(body, faults=[Fault(actor="rollout-1", method="interrupt", dies="before")])
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
     assert instances(run) == ["rollout-0", "rollout-1", "rollout-1.1"], "it is replaced once"
     assert [event.instance for _, event in run.events("InstanceLost")] == ["rollout-1"]
     assert "rollout-1 was lost before it was retired; if process-" in caplog.text, "its worker may have been restarted"
@@ -169,7 +169,7 @@ def test_an_instance_retired_during_an_evaluation_hands_it_over(body: Body, host
     run = body.checked_run(*evaluated, meanwhile=retire)
     assert [e.version for e in run.outcomes.evaluations] == [0, 3]
     assert all(e.sampled_failed == 0 for e in run.outcomes.evaluations)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 @pytest.mark.parametrize(

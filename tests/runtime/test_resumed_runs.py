@@ -207,7 +207,7 @@ def test_an_outage_of_the_bucket_during_the_resume_is_waited_out(body: Body) -> 
     first = body.run(*BASE, "deadlines.commit_s=400", world=world, meanwhile=kill_after_commands(40))
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), meanwhile=fail_bucket)
     check_whole(second)
-    assert second.outcomes.actor_losses == []
+    assert second.outcomes.lost_actors == []
     assert first.config.deadlines.start_s < 300 < second.ended_s
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_silent_during_the_resume_is_replaced(body: Body) -> No
     silent = [Fault(actor="server", method=method, silent="before") for method in ("resume", "held_out_notice")]
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0), faults=silent)
     check_whole(second)
-    (loss,) = second.outcomes.actor_losses
+    (loss,) = second.outcomes.lost_actors
     assert "deadlines.silent_s" in loss
 
 

@@ -25,8 +25,8 @@ def dying_trainer(method: str = "train", nth: int = 3, moment: Any = "before") -
 def check_restored(run: Run, losses: int = 1) -> None:
     """Check that the run did all its steps with its first engines and trained each step on the same rows each time."""
     run.check()
-    assert len(run.outcomes.actor_losses) == losses
-    assert all("trainer" in loss for loss in run.outcomes.actor_losses)
+    assert len(run.outcomes.lost_actors) == losses
+    assert all("trainer" in loss for loss in run.outcomes.lost_actors)
     assert run.workers.names.count("trainer") == 1 + losses
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
     rows: dict[int, set[str]] = {}
@@ -105,7 +105,7 @@ def test_an_incomplete_resume_point_is_not_used(body: Body) -> None:
 def test_a_trainer_that_does_not_reply_is_replaced_after_train_s(body: Body) -> None:
     run = body.run(faults=[Fault(actor="trainer", method="train", nth=2, silent="before")])
     check_restored(run)
-    assert "trainer did not answer within 40 s (deadlines.train_s)" in run.outcomes.actor_losses[0]
+    assert "trainer did not answer within 40 s (deadlines.train_s)" in run.outcomes.lost_actors[0]
 
 
 PATIENT = ("deadlines.train_s=4000", "deadlines.stuck_s=4000", "deadlines.silent_s=9")
@@ -129,7 +129,7 @@ def stop_process(name: str, seconds: float | None = None) -> Any:
 def test_a_stopped_trainer_is_replaced_after_silent_s(body: Body) -> None:
     run = body.run("steps=5", *PATIENT, meanwhile=stop_process("trainer"))
     check_restored(run)
-    assert "trainer did not answer within 9 s (deadlines.silent_s)" in run.outcomes.actor_losses[0]
+    assert "trainer did not answer within 9 s (deadlines.silent_s)" in run.outcomes.lost_actors[0]
     stopped_s = run.events("VersionPublished")[1][0]
     assert run.events("VersionPublished")[2][0] < stopped_s + 9.0 + 10.0
 
@@ -137,12 +137,12 @@ def test_a_stopped_trainer_is_replaced_after_silent_s(body: Body) -> None:
 def test_a_slow_trainer_is_not_lost(body: Body) -> None:
     """A step takes ten times silent_s, but the process replies to other calls."""
     run = body.checked_run("steps=3", *PATIENT, world=World(train_s=90.0))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_trainer_stopped_for_less_than_silent_s_is_not_lost(body: Body) -> None:
     run = body.checked_run("steps=5", *PATIENT, world=World(train_s=12.0), meanwhile=stop_process("trainer", 6.0))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_the_loss_of_an_idle_trainer_is_detected(body: Body) -> None:
@@ -154,7 +154,7 @@ def test_the_loss_of_an_idle_trainer_is_detected(body: Body) -> None:
     run = body.run(world=World(length=lambda _: 90), meanwhile=kill)
     check_restored(run)
     sampled_s = run.events("TrajectorySampled")[0][0]
-    assert float(run.outcomes.actor_losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
+    assert float(run.outcomes.lost_actors[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
 
 
 def test_a_trainer_restored_on_another_host_serves_its_weights_there(body: Body) -> None:
@@ -258,7 +258,7 @@ def test_a_rank_lost_during_training_restores_the_whole_trainer(body: Body, name
     method = "train" if name == "trainer" else "call_policy"
     run = body.run(*RANKS, faults=[Fault(actor=name, method=method, nth=3, dies=moment)])
     check_group_restored(run)
-    assert f": {name} is gone" in run.outcomes.actor_losses[0]
+    assert f": {name} is gone" in run.outcomes.lost_actors[0]
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-1"])
@@ -271,14 +271,14 @@ def test_a_hung_rank_is_replaced_with_its_group_after_train_s(body: Body, name: 
 
     run = body.run(*RANKS, meanwhile=stop)
     check_group_restored(run)
-    assert "did not answer within 40 s (deadlines.train_s)" in run.outcomes.actor_losses[0]
+    assert "did not answer within 40 s (deadlines.train_s)" in run.outcomes.lost_actors[0]
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer-2"])
 def test_a_stopped_rank_is_replaced_with_its_group_after_silent_s(body: Body, name: str) -> None:
     run = body.run(*RANKS, *PATIENT, meanwhile=stop_process(name))
     check_group_restored(run)
-    assert f"{name} did not answer within 9 s (deadlines.silent_s)" in run.outcomes.actor_losses[0]
+    assert f"{name} did not answer within 9 s (deadlines.silent_s)" in run.outcomes.lost_actors[0]
 
 
 def test_the_loss_of_an_idle_rank_is_detected(body: Body) -> None:
@@ -290,14 +290,14 @@ def test_the_loss_of_an_idle_rank_is_detected(body: Body) -> None:
     run = body.run(*RANKS, world=World(length=lambda _: 90), meanwhile=kill)
     check_group_restored(run)
     sampled_s = run.events("TrajectorySampled")[0][0]
-    assert float(run.outcomes.actor_losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
+    assert float(run.outcomes.lost_actors[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
 
 
 @pytest.mark.parametrize("method", ["__init__", "join", "call_policy"])
 def test_a_rank_lost_during_the_restore_is_placed_again(body: Body, method: str) -> None:
     nth = {"__init__": 2, "join": 2, "call_policy": 3}[method]
     run = body.checked_run(*RANKS, faults=[dying_trainer(nth=2), dying_rank(method, nth)])
-    assert len(run.outcomes.actor_losses) == 2
+    assert len(run.outcomes.lost_actors) == 2
     assert sorted(set(steps_trained(run))) == list(range(5))
 
 
@@ -343,7 +343,7 @@ SHAPES = {
 def check_server_restored(run: Run, losses: int = 1) -> None:
     """Check that no prompt is skipped or used twice and that no engine is loaded again."""
     run.check()
-    assert len(run.outcomes.actor_losses) == losses
+    assert len(run.outcomes.lost_actors) == losses
     assert run.workers.names.count("server") == 1 + losses
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
     groups = {row.trajectory.group for row in run.store.trajectories()}
@@ -419,7 +419,7 @@ def test_server_and_trainer_may_be_lost_at_once(body: Body) -> None:
             run.workers.kill(name)
 
     run = body.checked_run("steps=6", "training.resume_every=2", world=world_with_long_responses(), meanwhile=kill)
-    assert len(run.outcomes.actor_losses) == 3
+    assert len(run.outcomes.lost_actors) == 3
     assert sorted(n for n in run.workers.names if n.startswith("rollout")) == ["rollout-0", "rollout-1"]
 
 
@@ -435,5 +435,5 @@ def test_a_run_without_a_free_worker_for_its_server_ends_with_one_line(body: Bod
     error = run.raised()
     assert isinstance(error, ActorLost)
     assert str(error).endswith("; cluster: no free worker for server")
-    assert len(run.outcomes.actor_losses) == 1, "no instance that asked it counts as lost"
+    assert len(run.outcomes.lost_actors) == 1, "no instance that asked it counts as lost"
     run.check_kept()

@@ -161,13 +161,13 @@ def test_lost_workers_are_replaced_and_no_trajectory_is_lost(job: Path) -> None:
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         os.kill(await process_of(cluster, "rollout-0"), signal.SIGKILL)
         steps = len(driver.report.steps)
-        while not driver.report.actor_losses or len(driver.report.steps) < steps + 2:
+        while not driver.report.lost_actors or len(driver.report.steps) < steps + 2:
             await asyncio.sleep(0.05)
         os.kill(await process_of(cluster, "server"), signal.SIGKILL)
 
     overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2", "deadlines.call_s=6")
     driver = asyncio.run(run_and_interfere(job, overrides, interfere))
-    first, second = driver.report.actor_losses
+    first, second = driver.report.lost_actors
     assert "rollout-0 " in first and "server is gone" in second
     store = check(job.parent / "runs" / "job", 8)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 8 * 16
@@ -180,7 +180,7 @@ def test_a_killed_teacher_is_replaced_and_steps_are_verified_without_it(job: Pat
     kl = "training.kl={coefficient=1.0, estimator='k1', place='advantage'}"
     overrides = ("task.eval_prompts=0", "steps=4", "training.advantage=none", kl, "teacher.instances=1")
     driver = run_and_strike(job, overrides, "teacher-0", signal.SIGKILL)
-    (loss,) = driver.report.actor_losses
+    (loss,) = driver.report.lost_actors
     assert "teacher-0 is gone" in loss
     folder = job.parent / "runs" / "job"
     consumed = [row.trajectory for row in check(folder, 4).trajectories() if row.fate is Fate.CONSUMED]

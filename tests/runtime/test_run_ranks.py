@@ -16,7 +16,7 @@ RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=3", "rollout.instance
 def test_a_trainer_that_loses_a_rank_continues_and_resumes_with_one_rank(job: Path) -> None:
     """Sharded resume points are loaded by one process."""
     driver = run_and_strike(job, RANKS, "trainer-1", signal.SIGKILL)
-    (loss,) = driver.report.actor_losses
+    (loss,) = driver.report.lost_actors
     assert "trainer-1 is gone" in loss
     folder = job.parent / "runs" / "job"
     store = check(folder, 3)

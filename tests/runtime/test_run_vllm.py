@@ -91,7 +91,7 @@ def test_a_killed_vllm_instance_is_replaced_and_no_trajectory_is_lost(job: Path,
         f"cluster.shared_memory={memory_folder}",
     )
     driver = run_and_strike(job, overrides, "rollout-0", strike)
-    assert driver.report.actor_losses
+    assert driver.report.lost_actors
     store = check(job.parent / "runs" / "job", 12)
     assert sum(e.fate is Fate.CONSUMED for e in store.trajectories()) == 12 * 16
     for pid, segments in struck.items():

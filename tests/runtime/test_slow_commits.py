@@ -53,7 +53,7 @@ def test_seconds_of_a_run_are_in_its_report_at_each_stored_step(body: Body) -> N
 def test_a_commit_longer_than_call_s_is_reported_and_not_a_loss(body: Body) -> None:
     """Prompts are drawn meanwhile, and nothing counts as lost or stuck."""
     run = body.checked_run("steps=5", "deadlines.stuck_s=5", world=quick_world(7.0))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     received = [what for _, what in run.phases if what.startswith("committing")]
     assert received[0] == (
         "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling continues within the staleness bound, "
@@ -85,7 +85,7 @@ def test_a_commit_longer_than_commit_s_is_retried_and_then_ends_the_run(body: Bo
     run = body.run("deadlines.commit_s=9", world=quick_world(20.0))
     why = "server did not answer within 12 s (deadlines.commit_s)"
     assert str(run.raised()) == f"server was lost 4 times within an hour, last: {why}"
-    assert len(run.outcomes.actor_losses) == 4
+    assert len(run.outcomes.lost_actors) == 4
 
 
 def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
@@ -93,7 +93,7 @@ def test_a_bucket_outage_of_minutes_does_not_end_the_run(body: Body) -> None:
     world = quick_world(0.5)
     world.length, world.outage = (lambda _: 60), (3.0, 303.0)
     run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     reported = [(at_s, what) for at_s, what in run.phases if "the provided token has expired" in what]
     assert reported[0][0] < 3.0 + 5.0
     assert "it is tried again (deadlines.commit_s allows 400); sampling continues" in reported[0][1]
@@ -111,7 +111,7 @@ def test_a_bucket_outage_longer_than_commit_s_ends_the_run_with_its_cause(body: 
     world.outage = (3.0, 500.0)
     run = body.run("steps=12", "deadlines.commit_s=60", world=world)
     assert "the provided token has expired; tried again for 60 s (deadlines.commit_s)" in str(run.raised())
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_server_lost_during_a_bucket_outage_is_restored_after_it(body: Body) -> None:
@@ -119,4 +119,4 @@ def test_a_server_lost_during_a_bucket_outage_is_restored_after_it(body: Body) -
     world.outage = (3.0, 63.0)
     lost = Fault(actor="server", method="outage", nth=5, dies="before")
     run = body.checked_run("steps=12", "deadlines.commit_s=400", world=world, faults=[lost])
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1

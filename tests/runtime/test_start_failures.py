@@ -28,8 +28,8 @@ def test_an_actor_that_dies_during_start_is_replaced(body: Body, actor: str, met
     run = body.checked_run(*RANKS, faults=[Fault(actor=actor, method=method, dies=moment)])
     role = "trainer" if actor.startswith("trainer") else actor
     expected = 0 if actor.startswith("parameters") else 1
-    assert len(run.outcomes.actor_losses) == expected
-    assert all(role in loss for loss in run.outcomes.actor_losses)
+    assert len(run.outcomes.lost_actors) == expected
+    assert all(role in loss for loss in run.outcomes.lost_actors)
     assert run.loss_counts[-1] == expected
 
 
@@ -42,7 +42,7 @@ def test_a_trainer_that_dies_after_fine_tuning_is_tuned_again(body: Body, method
     run = body.checked_run(
         *RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)]
     )
-    assert len(run.outcomes.actor_losses) == 1
+    assert len(run.outcomes.lost_actors) == 1
     assert len(run.world.tuned) in (1, 2) and all(tuned == [0, 1, 2] for tuned in run.world.tuned)
 
 
@@ -78,7 +78,7 @@ def test_an_actor_error_during_start_ends_the_run_at_once(body: Body, actor: str
     failed = ActorFailed("RuntimeError: CUDA out of memory")
     run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, error=failed)])
     assert str(run.raised()) == f"{actor} failed: RuntimeError: CUDA out of memory"
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_weights_that_engines_cannot_load_end_the_run_before_the_first_step(
     error = run.raised()
     assert isinstance(error, ConfigError)
     assert re.match(rf"rollout.engine cannot be updated by this trainer: rollout-[01] .*{message}", str(error))
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
     assert not run.workers.methods("rollout-0").count("route")
 
 
@@ -113,5 +113,5 @@ def test_an_instance_that_dies_before_its_parameter_server_is_placed_is_replaced
         run.workers.kill("rollout-1")
 
     run = body.checked_run(hosts=("one", "one", "one", "one", "two"), faults=never_up, meanwhile=kill)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "rollout-1: parameters-two could not start" in loss

@@ -36,7 +36,7 @@ def check_taught(run: Run) -> None:
 def test_each_trained_response_has_the_teachers_logprobs(body: Body) -> None:
     run = body.checked_run(*TAUGHT)
     check_taught(run)
-    assert run.outcomes.actor_losses == []
+    assert run.outcomes.lost_actors == []
 
 
 def test_a_run_that_compares_with_no_reference_has_no_teacher(body: Body) -> None:
@@ -68,7 +68,7 @@ def test_a_lost_teacher_is_replaced_and_its_responses_are_computed_again(
     fault = Fault(actor="teacher-0", method="score", nth=nth, **how)  # type: ignore[arg-type]
     run = body.checked_run(*TAUGHT, faults=[fault])
     check_taught(run)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert "teacher-0" in loss
     assert run.workers.names.count("teacher-0") == 2
 

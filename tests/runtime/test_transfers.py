@@ -136,7 +136,7 @@ def test_an_instance_whose_host_gets_no_weights_for_start_s_is_replaced(body: Bo
     gone = TransferFailed("it cannot be fetched: no route")
     fails = [Fault(actor="parameters-two", method="ensure_version", nth=n, error=gone) for n in range(first, 99)]
     run = body.checked_run("steps=12", f"staleness.eta={eta}", hosts=("one", "one", "one", "one", "two"), faults=fails)
-    (loss,) = run.outcomes.actor_losses
+    (loss,) = run.outcomes.lost_actors
     assert loss.endswith("rollout-1 got no weights for 50 s (deadlines.start_s): it cannot be fetched: no route")
 
 

@@ -502,9 +502,9 @@ def test_a_part_of_the_reward_is_left_out_of_advantages(stored: Path, tmp_path: 
         assert not repeated.table["differs"].any() and len(repeated.table["prompt"]) == 32
         table, config = repeated._columns, repeated._plan.former
         none = np.zeros(len(window), bool)
-        negative = unlearning.estimate_remaining_advantages(config, table, window, none, rewards)
+        negative = unlearning.reestimate_advantages(config, table, window, none, rewards)
         np.testing.assert_allclose(negative[window], -table["advantage"][window], atol=1e-5)
-        assert (unlearning.estimate_remaining_advantages(config, table, window, none) == table["advantage"]).all()
+        assert (unlearning.reestimate_advantages(config, table, window, none) == table["advantage"]).all()
 
 
 def test_rows_with_another_reward_now_and_another_metric(stored: Path, tmp_path: Path) -> None:
@@ -577,7 +577,7 @@ def test_settings_of_before_a_resume_give_the_weights_of_a_run_with_them(stored:
     )
     table = store.stored_columns()
     consumed = table["fate"] == FATES.index(Fate.CONSUMED)
-    expected = unlearning.estimate_remaining_advantages(
+    expected = unlearning.reestimate_advantages(
         changed, table, consumed & (table["step"] == 3), np.zeros(len(consumed), bool), None, former
     )
     assert (expected != table["advantage"]).any()

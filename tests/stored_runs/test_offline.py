@@ -572,7 +572,7 @@ def test_a_run_with_examples_in_its_steps_is_repeated_bit_for_bit_after_a_kill(
         f"training.ranks={ranks}", "task.eval_prompts=0",
     )  # fmt: skip
     driver = run_and_strike(job, overrides, "trainer", signal.SIGKILL)
-    assert len(driver.report.actor_losses) == 1
+    assert len(driver.report.lost_actors) == 1
     folder = job.parent / "runs" / "job"
     resumed = staleflow("resume", folder, "--set", "steps=6")
     assert resumed.returncode == 0, resumed.stderr

@@ -222,9 +222,9 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
         "response_tokens": np.full(count, 5), "advantage": np.full(count, odd),
     }  # fmt: skip
     trained, removed = np.ones(count, bool), np.arange(count) == 7
-    found = unlearning.estimate_remaining_advantages(config, table, trained, removed)
+    found = unlearning.reestimate_advantages(config, table, trained, removed)
     table["reward"][7] = -50.0
-    again = unlearning.estimate_remaining_advantages(config, table, trained, removed)
+    again = unlearning.reestimate_advantages(config, table, trained, removed)
     assert found[7] == 0 and (found == again).all()
     assert (found[8:] == odd).all()
     rest: npt.NDArray[np.float64] = np.asarray([0, 0, 1]) - 1 / 3
@@ -232,9 +232,7 @@ def test_advantages_are_recomputed_only_where_they_depend_on_removed_rows(name: 
         assert found[4:7] == pytest.approx(rest)
     if name in ("grpo", "dapo", "dr_grpo", "rloo"):
         assert (found[:4] == odd).all()
-    alone = unlearning.estimate_remaining_advantages(
-        config, table, trained, (table["group"] == 1) & (table["trajectory"] > 4)
-    )
+    alone = unlearning.reestimate_advantages(config, table, trained, (table["group"] == 1) & (table["trajectory"] > 4))
     assert name not in ("grpo", "dapo", "dr_grpo", "rloo") or alone[4] == 0
 
 

@@ -216,7 +216,7 @@ def test_an_admission_rule_starts_groups_up_to_its_limit(
     cap = between if published else during
     for groups in range(14):
         ledger = ledger_in_flight(rule, groups, trained=3, published=published)
-        assert rule.num_reservable(ledger) == max(0, cap - groups)
+        assert rule.num_startable(ledger) == max(0, cap - groups)
         assert (rule.refusal(ledger, ledger.version) is None) is (groups < cap)
 
 
@@ -230,12 +230,12 @@ WIDE = (
 @pytest.mark.parametrize("rule", WIDE, ids=lambda rule: type(rule).__name__)
 def test_no_rule_starts_more_groups_than_can_be_reserved(rule: Admission) -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=4, group_size=1)
-    assert rule.num_reservable(ledger) == 4
+    assert rule.num_startable(ledger) == 4
     for group in range(4):
         assert rule.refusal(ledger, PolicyVersion(0)) is None
         ledger.start(GroupId(group))
         ledger.reserve(GroupId(group), TrajectoryId(group), PolicyVersion(0))
-        assert rule.num_reservable(ledger) == 3 - group
+        assert rule.num_startable(ledger) == 3 - group
     assert rule.refusal(ledger, PolicyVersion(0)) is not None
 
 

@@ -95,7 +95,7 @@ class Run(RunListener):
         self.phases.append((asyncio.get_running_loop().time(), name))
 
     def on_status(self, snapshot: Snapshot, report: RunReport) -> None:
-        self.loss_counts.append(len(report.actor_losses))
+        self.loss_counts.append(len(report.lost_actors))
         self.instance_lines.append(report.instances_line)
 
     def on_step_stored(self, step: Mapping[str, float], bottleneck: str) -> None:
