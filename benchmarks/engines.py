@@ -107,7 +107,7 @@ class Prompts:
     def __init__(self, count: int) -> None:
         self._prompts = prompts(count)
 
-    async def requests(self, items: Sequence[RouteItem]) -> list[Request]:
+    async def record_routes(self, items: Sequence[RouteItem]) -> list[Request]:
         return [
             Request(
                 trajectory=item.trajectory, route_number=item.route_number, version=item.version, max_new_tokens=NEW,

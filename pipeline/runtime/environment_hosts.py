@@ -210,7 +210,7 @@ class EnvironmentHosts:
     def _check_failures(self, outcome: EnvStepOutcome) -> None:
         """Raise TooManyFailedEnvironments if too many of the latest episodes failed. Each attempt counts. Those that
         were lost with their host do not: all of them restart at once."""
-        if outcome.lost or not (outcome.ended or outcome.restart_reason):
+        if outcome.host_lost or not (outcome.ended or outcome.restart_reason):
             return
         self._latest_failures.append(bool(outcome.restart_reason))
         max_share = self._config.environment.max_failed_share
@@ -227,15 +227,15 @@ class EnvironmentHosts:
     def _make_event(self, outcome: EnvStepOutcome) -> Event:
         trajectory, route_number = outcome.trajectory, outcome.route_number
         if outcome.restart_reason:  # only the first failure is a warning; the loss of a host has one of its own
-            level = logging.DEBUG if self._has_logged_failure or outcome.lost else logging.WARNING
+            level = logging.DEBUG if self._has_logged_failure or outcome.host_lost else logging.WARNING
             logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.restart_reason)
-            self._has_logged_failure |= not outcome.lost
+            self._has_logged_failure |= not outcome.host_lost
             return EnvironmentFailed(
-                trajectory=trajectory, route_number=route_number, error=outcome.restart_reason, lost=outcome.lost
+                trajectory=trajectory, route_number=route_number, error=outcome.restart_reason, lost=outcome.host_lost
             )
         if outcome.ended:
             return TrajectoryScored(
-                trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds
+                trajectory=trajectory, reward=outcome.reward, error=outcome.reward_error, seconds=outcome.seconds
             )
         return EnvironmentStepped(
             trajectory=trajectory, route_number=route_number, tokens=outcome.num_tokens, seconds=outcome.seconds

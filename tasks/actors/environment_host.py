@@ -65,11 +65,11 @@ class EnvStepOutcome:
     ended: bool = False
     reward: float = 0.0
     """Reward of an ended episode."""
-    error: str = ""
+    reward_error: str = ""
     """Error of the reward function, if the episode has ended."""
     restart_reason: str = ""
     """Why the episode restarts from its prompt; empty if it does not."""
-    lost: bool = False
+    host_lost: bool = False
     """Whether it restarts because it was lost with its host, and not because its environment failed. False if that is
     not known any more, since this outcome itself was lost with a host or the server."""
     server_lost: bool = False
@@ -254,14 +254,16 @@ class EnvironmentHost:
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):
                 return (await self._state_and_outcome(call_server, item))[1]
-            return item.outcome(restart_reason=result.error, lost=result.lost, seconds=elapsed_s)
+            return item.outcome(restart_reason=result.error, host_lost=result.lost, seconds=elapsed_s)
         score = ScoredResponse(reward=result.reward, parts=dict(result.parts))
         recorded_score: ScoredResponse | None = await call_server(
             "record_rewards", RewardItem(trajectory, state.num_tokens, route_number, score)
         )
         if recorded_score is None:
             return (await self._state_and_outcome(call_server, item))[1]
-        return item.outcome(ended=True, reward=recorded_score.reward, error=recorded_score.error, seconds=elapsed_s)
+        return item.outcome(
+            ended=True, reward=recorded_score.reward, reward_error=recorded_score.error, seconds=elapsed_s
+        )
 
     async def _state_and_outcome(
         self, call_server: ServerBatcher, item: EnvStepItem
@@ -272,7 +274,7 @@ class EnvironmentHost:
         if state is None:
             return None, None
         if (score := state.score) is not None:
-            return state, item.outcome(ended=True, reward=score.reward, error=score.error)
+            return state, item.outcome(ended=True, reward=score.reward, reward_error=score.error)
         if state.restarted:
             return state, item.outcome(restart_reason=FAILED_BEFORE)
         if state.has_observation:

@@ -121,7 +121,7 @@ class RolloutInstance:
         skipped; a complete response is reported as sampled, and an evaluation's request for a version that the engine
         no longer serves as failed."""
         requests: list[Request | SampledTokens] = await call_actor(
-            server, "requests", items, timeout_s=self._call_s, actor_name="server"
+            server, "record_routes", items, timeout_s=self._call_s, actor_name="server"
         )
 
         def submit() -> list[SampledTokens | FailedRequest]:

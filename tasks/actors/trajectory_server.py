@@ -80,16 +80,16 @@ class TrajectoryServer:
         sys.setswitchinterval(THREAD_SWITCH_S)
         self._clock_start_s = time.monotonic() - elapsed_s
         """Start of the run, on this process's monotonic clock."""
-        path, prompts = Path(settings.store), settings.prompts
+        path, prompt_settings = Path(settings.store), settings.prompts
         existing_store = self.store_class.open(path) if settings.resumed else None
         if existing_store is not None:
-            prompts = replace(
-                prompts,
+            prompt_settings = replace(
+                prompt_settings,
                 num_held_out=existing_store.header.num_held_out,
                 max_prompt_tokens=existing_store.header.max_prompt_tokens,
             )
         self._settings = settings
-        self._prompts: Prompts = prompts.build()
+        self._prompts: Prompts = prompt_settings.build()
         self._store = self.store_class.create(path, settings.header) if existing_store is None else existing_store
         self._in_flight = InFlightState(group_size=settings.members_started_per_group)
         self._spool = Spool(path.with_name("spool"), settings.members_started_per_group)
@@ -97,7 +97,7 @@ class TrajectoryServer:
             self._in_flight, MAX_STORED_TOKENS if settings.serves_drafts else 0, existing_store
         )
         self._resume_points = ResumePoints(path.with_name("resume"))
-        self._task_cache = TaskCache(self._prompts, prompts.eval_sets, self._in_flight.tasks_of)
+        self._task_cache = TaskCache(self._prompts, prompt_settings.eval_sets, self._in_flight.tasks_of)
         self._last_record: CommitRecord | None = None
         self._committed = asyncio.Event()
         """Set by the next commit, and replaced."""
@@ -207,7 +207,7 @@ class TrajectoryServer:
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    async def requests(self, items: tuple[server_messages.RouteItem, ...]) -> list[Request | SampledTokens]:
+    async def record_routes(self, items: tuple[server_messages.RouteItem, ...]) -> list[Request | SampledTokens]:
         """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
         delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
         evaluation_items, applied_entries = await self._evaluation_trajectories.begin(
@@ -228,11 +228,11 @@ class TrajectoryServer:
         requests = []
         for item in items:
             t = self._in_flight.live[item.trajectory]
-            turn_tokens, stop = self._in_flight.turn_limits.get(t.id, (0, NO_STOP))
+            max_turn_tokens, stop = self._in_flight.turn_limits.get(t.id, (0, NO_STOP))
             if not t.has_env_steps and t.group in records:
                 params = params_of(records[t.group])
-                turn_tokens, stop = params.max_tokens, params.stop
-            requests.append(build_request(t, item, self._settings, evaluation_items.get(t.id), turn_tokens, stop))
+                max_turn_tokens, stop = params.max_tokens, params.stop
+            requests.append(build_request(t, item, self._settings, evaluation_items.get(t.id), max_turn_tokens, stop))
         await self._async_spool.append([entry] if has_changed else [])
         return requests
 
@@ -317,10 +317,10 @@ class TrajectoryServer:
             for i in items
         ]
         max_new_tokens = await self._evaluation_trajectories.max_new_tokens(t.group for t in trajectories if t)
-        default_max_tokens = self._settings.prompts.response_tokens
+        max_tokens_of_source = self._settings.prompts.response_tokens
         observations = await asyncio.to_thread(
             lambda: [
-                self._observation_encoder.encode(t, item, max_new_tokens.get(t.group) or default_max_tokens(t.source))
+                self._observation_encoder.encode(t, item, max_new_tokens.get(t.group) or max_tokens_of_source(t.source))
                 if t
                 else None
                 for t, item in zip(trajectories, items, strict=True)
@@ -377,13 +377,15 @@ class TrajectoryServer:
                     f"response {trajectory}", f"it has {live.num_tokens} of {count} tokens, and cannot be scored"
                 )
         live_trajectories = [t for i in trajectories if (t := self._in_flight.live.get(i)) is not None]
-        states = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live_trajectories]
+        lengths_and_routes = [(t.num_tokens, self._in_flight.route_number(t.id)) for t in live_trajectories]
         by_group = await self._task_cache.records(t.group for t in live_trajectories)
         records = [by_group[t.group] for t in live_trajectories]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live_trajectories))
         return [
-            server_messages.ScoringItem(t.id, *state, text, record)
-            for t, state, text, record in zip(live_trajectories, states, texts, records, strict=True)
+            server_messages.ScoringItem(t.id, *length_and_route, text, record)
+            for t, length_and_route, text, record in zip(
+                live_trajectories, lengths_and_routes, texts, records, strict=True
+            )
         ]
 
     async def record_rewards(self, scored: list[server_messages.RewardItem]) -> list[ScoredResponse | None]:
@@ -436,7 +438,7 @@ class TrajectoryServer:
         ]
         await self._async_spool.append([entry for entry in entries if self._in_flight.apply(entry)])
 
-    async def batch(
+    async def take_batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
     ) -> BatchMessage:
         """Return rows of training step `step` from row `start` on, as many as fit into a message. From now on all
@@ -493,11 +495,11 @@ class TrajectoryServer:
         if record.kind == "step" and record.step not in self._in_flight.batches:
             raise self._lost_with_server(f"the batch of step {record.step}", "its commit needs it")
         rows, metrics, record = await self._step_batches.contents(record)
-        num_ended = Counter(self._last_ledger.num_ended) + Counter(outcome_key(e.fate, e.reason) for e in rows)
-        if self._settings.resumed and num_ended != Counter(record.ledger.num_ended):
+        ended_by_outcome = Counter(self._last_ledger.num_ended) + Counter(outcome_key(e.fate, e.reason) for e in rows)
+        if self._settings.resumed and ended_by_outcome != Counter(record.ledger.num_ended):
             raise self._lost_with_server(
                 f"ends of trajectories before {record.kind} {record.step}",
-                f"the ledger counted {record.ledger.num_ended}, stored would be {dict(num_ended)}",
+                f"the ledger counted {record.ledger.num_ended}, stored would be {dict(ended_by_outcome)}",
             )
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - started_s}

@@ -72,7 +72,7 @@ class SavedRow:
 
     length: int
     keys_and_values: list[KeysAndValues]
-    states: list[Any]
+    state_layers: list[Any]
 
 
 class RowCache(Cache):
@@ -121,19 +121,19 @@ class RowCache(Cache):
         """Remove a row and all that it has computed."""
         self._buckets.remove(row)
         self._move_states_to_rows([row])
-        row.states, row.length = None, 0
+        row.state_layers, row.length = None, 0
 
     def save(self, row: BatchRow) -> SavedRow:
         """Return a copy of a row's cache."""
         self._move_states_to_rows([row])
         # Cloned: a row's states are views of a tensor with those of the other rows of its last pass.
-        states = [_map_states(torch.clone, layer) for layer in row.states or []]
-        return SavedRow(row.length, self._buckets.save(row), states)
+        state_layers = [_map_states(torch.clone, layer) for layer in row.state_layers or []]
+        return SavedRow(row.length, self._buckets.save(row), state_layers)
 
     def restore(self, row: BatchRow, saved: SavedRow) -> None:
         """Set an empty row to a saved copy."""
         self._buckets.restore(row, saved.keys_and_values, saved.length)
-        row.states = saved.states or None
+        row.state_layers = saved.state_layers or None
 
     def _move_states_to_rows(self, rows: Sequence[BatchRow]) -> None:
         """If one of these rows has its state in the layers, move the states of all rows from there to the rows."""
@@ -147,11 +147,11 @@ class RowCache(Cache):
             return
         for index, row in enumerate(self._loaded_rows):
             rows_slice = slice(index, index + 1)
-            row.states = [_map_states(itemgetter(rows_slice), self.layers[i]) for i in self._recurrent_layers]
+            row.state_layers = [_map_states(itemgetter(rows_slice), self.layers[i]) for i in self._recurrent_layers]
         for number, i in enumerate(self._recurrent_layers):
-            if rows and rows[0].states is not None:
-                row_states = (row.states[number] for row in rows if row.states is not None)
-                self.layers[i] = _map_states(lambda *states: torch.cat(states), *row_states)
+            if rows and rows[0].state_layers is not None:
+                layers_to_join = (row.state_layers[number] for row in rows if row.state_layers is not None)
+                self.layers[i] = _map_states(lambda *states: torch.cat(states), *layers_to_join)
             else:
                 self.layers[i] = _clear_states(self.layers[i])
         self._loaded_rows = rows

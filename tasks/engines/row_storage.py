@@ -39,7 +39,7 @@ class BatchRow:
     length: int = 0
     capacity: int = 0
     slot: int = 0
-    states: list[Any] | None = None
+    state_layers: list[Any] | None = None
 
 
 @dataclass(slots=True)

@@ -148,14 +148,14 @@ def test_a_trajectory_server_uses_bounded_memory_over_ten_thousand_trajectories(
             first = step * groups
             await server.draw(first, groups)
             ids = [TrajectoryId(i) for i in range(2 * first, 2 * (first + groups))]
-            await server.requests(tuple(map(route_item, ids)))
+            await server.record_routes(tuple(map(route_item, ids)))
             await server.deliver([response_of(i) for i in ids])
             items = await server.scoring_items(tuple(ids), (1,) * len(ids))
             await server.record_rewards(
                 [RewardItem(*item[:3], ScoredResponse(reward=float(item[0] % 2))) for item in items]
             )
             dropped = ids[-20:]
-            await server.batch(step, tuple(ids[:-20]), (PolicyVersion(step),) * (len(ids) - 20), 0)
+            await server.take_batch(step, tuple(ids[:-20]), (PolicyVersion(step),) * (len(ids) - 20), 0)
             endings = tuple(
                 Ending(
                     trajectory=i, group=GroupId(i // 2), fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=step

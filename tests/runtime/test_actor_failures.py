@@ -421,7 +421,7 @@ def test_occasional_reward_failures_are_recorded_per_row(body: Body, caplog: pyt
 # -- the trajectory server or a connection is lost ------------------------------------------------------------------
 
 
-ASKED_BY_OTHERS = ["requests", "deliver", "scoring_items", "record_rewards", "batch"]
+ASKED_BY_OTHERS = ["record_routes", "deliver", "scoring_items", "record_rewards", "take_batch"]
 """Methods of the server that instances, the reward worker and the trainer call."""
 
 
@@ -466,7 +466,7 @@ def test_a_stopped_instance_beside_a_parameter_server_does_not_affect_others(bod
 
 def test_an_instance_that_cannot_reach_the_server_is_replaced(body: Body) -> None:
     """Only calls of that instance are lost, so the instance is the cause."""
-    slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
+    slow = [Fault(actor="server", method="record_routes", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
     run = body.checked_run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
     (loss,) = run.outcomes.lost_actors
     assert "rollout-0 does not reach the server, which answers: server did not answer within 3 s" in loss

@@ -36,7 +36,7 @@ def test_trainer_and_instances_use_the_gpus_in_turns(body: Body, eta: int) -> No
     ("rollout-0", "sleep", 1), ("rollout-0", "sleep", 2), ("rollout-0", "sleep", 3), ("rollout-0", "pull", 2),
     ("rollout-0", "pull", 3), ("rollout-0", "interrupt", 1), ("rollout-0", "__init__", 1),
     ("trainer", "train", 1), ("trainer", "train", 3), ("trainer", "version", 2), ("trainer", "publish_initial", 1),
-    ("server", "batch", 2), ("server", "deliver", 3),
+    ("server", "take_batch", 2), ("server", "deliver", 3),
 ])  # fmt: skip
 def test_a_process_that_dies_in_any_turn_is_replaced(
     body: Body, actor: str, method: str, nth: int, moment: Any, eta: int

@@ -71,7 +71,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
         try:
             await evaluating.begin(PolicyVersion(0))
             members = [TrajectoryId(g.group * config.members_started_per_group) for g in requests[0].groups]
-            requests_of: list[Any] = await server.requests(tuple(map(route_item, members)))
+            requests_of: list[Any] = await server.record_routes(tuple(map(route_item, members)))
             messages = {request.trajectory: answers[request.tokens] for request in requests_of}
             await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
             await reward.score(server, tuple(members), (0,) * len(members))

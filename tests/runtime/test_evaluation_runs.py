@@ -161,7 +161,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Body(tmp_path_factory.mktemp("undisturbed")).run(*EVALUATED, world=World(train_s=SLOW_S))
 
 
-@pytest.mark.parametrize("method", ["requests", "deliver", "record_rewards", "evaluated_responses", "evaluation_items"])
+@pytest.mark.parametrize(
+    "method", ["record_routes", "deliver", "record_rewards", "evaluated_responses", "evaluation_items"]
+)
 def test_a_lost_trajectory_server_has_its_evaluation_restarted(body: Body, undisturbed: Run, method: str) -> None:
     fault = Fault(actor="server", method=method, nth=2, dies="after")
     run = body.run(*EVALUATED, faults=[fault], world=World(train_s=SLOW_S))

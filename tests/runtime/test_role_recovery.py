@@ -177,7 +177,7 @@ def test_a_trainer_lost_during_its_restore_is_placed_again(body: Body) -> None:
 
 
 def test_a_server_that_is_slow_while_steps_are_repeated_is_not_lost(body: Body) -> None:
-    slow = Fault(actor="server", method="batch", nth=4, late_s=4.0)
+    slow = Fault(actor="server", method="take_batch", nth=4, late_s=4.0)
     run = body.run("steps=5", "training.resume_every=10", faults=[dying_trainer(nth=3), slow])
     check_restored(run)
 
@@ -328,11 +328,11 @@ def test_an_error_raised_by_a_rank_ends_the_run(body: Body) -> None:
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 SHAPES = {
     "draw": LONG,
-    "requests": LONG,
+    "record_routes": LONG,
     "deliver": (*LONG, *MOVES),
     "scoring_items": LONG,
     "record_rewards": LONG,
-    "batch": LONG,
+    "take_batch": LONG,
     "discard": (*LONG, "batch.extra_groups=1", "batch.extra_members=1"),
     "commit": LONG,
     "held_out_notice": LONG,
@@ -424,7 +424,7 @@ def test_server_and_trainer_may_be_lost_at_once(body: Body) -> None:
 
 
 def test_a_server_lost_repeatedly_ends_the_run(body: Body) -> None:
-    run = body.run(faults=[Fault(actor="server", method="requests", nth=0, dies="before")])
+    run = body.run(faults=[Fault(actor="server", method="record_routes", nth=0, dies="before")])
     assert str(run.raised()).startswith("server was lost 4 times within an hour, last: server ")
     run.check_kept()
 

@@ -49,7 +49,7 @@ def test_a_run_that_compares_with_no_reference_has_no_teacher(body: Body) -> Non
 def test_sampling_goes_on_while_a_step_waits_for_a_slow_teacher(body: Body) -> None:
     run = body.checked_run(*TAUGHT, "staleness.eta=2", world=World(teacher_s=4.0))
     check_taught(run)
-    (first, *_) = [c.at_s for c in run.workers.calls if c.method == "batch"]
+    (first, *_) = [c.at_s for c in run.workers.calls if c.method == "take_batch"]
     routed = [c.at_s for c in run.workers.calls if c.method == "route" and c.at_s < first]
     num_started = sum(len(c.args[1]) for c in run.workers.calls if c.method == "route" and c.at_s < first)
     assert routed
@@ -90,7 +90,7 @@ def test_a_run_continues_with_the_teachers_that_are_left(body: Body, caplog: pyt
     alone.check_kept()
 
 
-@pytest.mark.parametrize("method", ["teacher_items", "record_teacher_logprobs", "batch"])
+@pytest.mark.parametrize("method", ["teacher_items", "record_teacher_logprobs", "take_batch"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_lost_trajectory_server_keeps_the_logprobs_that_it_acknowledged(body: Body, method: str, when: str) -> None:
     run = body.checked_run(*TAUGHT, faults=[Fault(actor="server", method=method, nth=2, dies=when)])  # type: ignore[arg-type]

@@ -550,7 +550,14 @@ class PlayedTrainer:
         num_remaining = 1
         while num_remaining:
             message: BatchMessage = await call_actor(
-                server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
+                server,
+                "take_batch",
+                step,
+                trajectories,
+                versions,
+                len(rows),
+                timeout_s=self._call_s,
+                actor_name="server",
             )
             rows += message.rows()
             num_remaining = message.num_remaining

@@ -99,7 +99,7 @@ class ServerScene:
 
     async def sample(self, *trajectories: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> None:
         """Route trajectories under route number 1 and deliver nine tokens of each."""
-        await self.server.requests(tuple(map(route_item, trajectories)))
+        await self.server.record_routes(tuple(map(route_item, trajectories)))
         await self.server.deliver([sampled(t, finish) for t in trajectories])
 
     async def reward(self, *trajectories: TrajectoryId) -> None:
@@ -109,7 +109,7 @@ class ServerScene:
     async def take(self) -> None:
         """Take both trajectories of group 0 into the batch of step 0."""
         await self.reward(ZERO, ONE)
-        await self.server.batch(0, (ZERO, ONE), (V0, V0), 0)
+        await self.server.take_batch(0, (ZERO, ONE), (V0, V0), 0)
 
 
 def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> SampledTokens:
@@ -155,13 +155,13 @@ async def restarted(scene: ServerScene) -> None:
 
 async def evaluated(scene: ServerScene) -> None:
     """Start sampling a response of an evaluation."""
-    await scene.server.requests((route_item(EVALUATION),))
+    await scene.server.record_routes((route_item(EVALUATION),))
     assert len(scene.server._in_flight.live) == 5
 
 
 WRITES: dict[str, tuple[Step, Step]] = {
     "draw": (no_setup, lambda scene: scene.server.draw(2, 1)),
-    "requests": (no_setup, lambda scene: scene.server.requests((route_item(ZERO),))),
+    "record_routes": (no_setup, lambda scene: scene.server.record_routes((route_item(ZERO),))),
     "deliver": (no_setup, lambda scene: scene.server.deliver([sampled(ZERO)])),
     "add_observations": (zero_sampled, lambda scene: scene.server.add_observations([SAID])),
     "restart": (zero_sampled, lambda scene: scene.server.restart([(ZERO, 9, 1)])),
@@ -169,7 +169,10 @@ WRITES: dict[str, tuple[Step, Step]] = {
         zero_sampled,
         lambda scene: scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
     ),
-    "batch": (lambda scene: scene.reward(ZERO, ONE), lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0)),
+    "take_batch": (
+        lambda scene: scene.reward(ZERO, ONE),
+        lambda scene: scene.server.take_batch(0, (ZERO, ONE), (V0, V0), 0),
+    ),
     "record_teacher_logprobs": (
         lambda scene: scene.reward(ZERO),
         lambda scene: scene.server.record_teacher_logprobs([TeacherLogprobs(ZERO, np.full(9, -2.0, np.float32))]),
@@ -309,7 +312,7 @@ async def test_times_are_on_the_runs_clock(tmp_path: Path) -> None:
     await first.server.set_clock(5000.0)
     resumed = second.made(replace(second.settings, resumed=True), 7000.0)
     for server, begin_s in ((first.server, 5000.0), (resumed, 7000.0)):
-        await server.requests((route_item(ZERO),))
+        await server.record_routes((route_item(ZERO),))
         elapsed_s = server._in_flight.live[ZERO].timings.routed_s - begin_s
         assert 0 <= elapsed_s <= time.monotonic() - created_s
 
@@ -391,7 +394,7 @@ async def test_a_reward_belongs_to_the_tokens_that_were_scored(tmp_path: Path, m
     async def slow_records(groups: Iterable[GroupId]) -> dict[GroupId, Any]:
         result = await records(groups)
         assert await server.restart([(ZERO, 9, 1)]) == [True]
-        await server.requests((route_item(ZERO, 3),))
+        await server.record_routes((route_item(ZERO, 3),))
         await server.deliver([replace(sampled(ZERO), route_number=3)])
         return result
 
@@ -460,7 +463,7 @@ async def test_a_batch_is_refused_if_its_rewards_were_lost_with_the_server(
     with pytest.raises(
         StoreError, match=r"step 0 needs trajectories, .*: \[0, 1\]; free space, then `staleflow resume`"
     ):
-        await server.batch(0, (ZERO, ONE), (V0, V0), 0)
+        await server.take_batch(0, (ZERO, ONE), (V0, V0), 0)
     assert not server._in_flight.batches
 
 
@@ -536,7 +539,7 @@ async def test_undone_spool_entries_do_not_return_when_the_reset_cannot_be_writt
     """The earlier entries are removed instead; otherwise a resumed run would read them."""
     scene = await ServerScene.create(make(), tmp_path)
     await scene.sample(ZERO, ONE)
-    await scene.server.requests((route_item(2),))
+    await scene.server.record_routes((route_item(2),))
     server = scene.restart()
     with monkeypatch.context() as patch:
 

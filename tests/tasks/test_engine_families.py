@@ -120,7 +120,7 @@ def test_contexts_with_states_are_kept_for_as_many_trajectories_as_may_run(tmp_p
         states = [
             state
             for context in kept.values()
-            for layer in context.saved_row.states
+            for layer in context.saved_row.state_layers
             for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
         ]
         assert states and all(state.untyped_storage().nbytes() == state.nbytes for state in states)

@@ -101,7 +101,7 @@ class HostScene:
     async def turn(self, tokens: int) -> None:
         """Sample a whole turn."""
         self.route_number += 1
-        await self.server.requests((route_item(ID, self.route_number),))
+        await self.server.record_routes((route_item(ID, self.route_number),))
         first = self.trajectory.num_tokens
         sampled = delivery(ID, sampled_segment(range(tokens)), route_number=self.route_number, start=first)
         assert await self.server.deliver([sampled]) == {ID: first + tokens}

@@ -225,7 +225,7 @@ async def test_a_delivered_response_of_a_lost_instance_is_not_continued(tmp_path
     answered = await second.next_events(server, 5.0)
     assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, num_tokens=9)]
     assert await second.next_events(server, 1.0) == []
-    (held,) = await server.requests((route_item(0, 2),))
+    (held,) = await server.record_routes((route_item(0, 2),))
     assert held == delivery(0, route_number=2, start=9)
     assert (await second.report()).running == 0
 
@@ -236,7 +236,7 @@ async def test_an_ended_turn_is_reported_once_when_another_is_routed_meanwhile(
     """The second route is still with the engine when the outcome of the first is fetched."""
     server = make_server(World(length=lambda _: 9), tmp_path)
     await server.draw(0, 1)
-    await server.requests((route_item(0, 1), route_item(1, 1)))
+    await server.record_routes((route_item(0, 1), route_item(1, 1)))
     await server.deliver([whole_response(TrajectoryId(i)) for i in (0, 1)])
     instance = make_instance(World())
     await instance.route(server, (route_item(0, 2),))
@@ -483,7 +483,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     await asyncio.sleep(1.0)
     await instance.next_events(first, 0.1)
     versions = (PolicyVersion(0), PolicyVersion(0))
-    packed = (await first.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
+    packed = (await first.take_batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
     ending = Ending(
         trajectory=TrajectoryId(4), group=GroupId(2), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0
     )
@@ -492,7 +492,7 @@ async def test_a_restarted_server_has_everything_that_was_acknowledged(tmp_path:
     second = server_class(world)(replace(settings, resumed=True), 20.0)
     assert repr(second._in_flight) == repr(first._in_flight)
     await second.discard((ending,), (PolicyVersion(0),))
-    again = (await second.batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
+    again = (await second.take_batch(0, (TrajectoryId(1), TrajectoryId(0)), versions, 0)).rows()
     assert [row.response.tolist() for row in again] == [row.response.tolist() for row in packed]
     assert [row.advantage for row in again] == [row.advantage for row in packed]
     drawn = await second.draw(0, 5)
@@ -768,6 +768,6 @@ async def test_decoding_and_packing_run_off_the_event_loop(tmp_path: Path, monke
     monkeypatch.setattr(server._prompts, "text", text)
     score = ScoredResponse(reward=1.0)
     await server.record_rewards([RewardItem(i.trajectory, i.num_tokens, i.route_number, score) for i in scoring])
-    part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
+    part, _ = await asyncio.gather(server.take_batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
     assert (len(part.rows()), part.num_remaining) == (2, 0)
     await server.close()

@@ -135,7 +135,7 @@ async def test_fetch_requests_rows_until_the_batch_is_complete(tmp_path: Path, m
     requests: list[int] = []
 
     class Server:
-        async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
+        async def take_batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
             requests.append(first)
             return BatchMessage.of(data, first)
 
@@ -212,7 +212,7 @@ def test_a_batch_larger_than_a_message_is_fetched_in_parts(tmp_path: Path, monke
     monkeypatch.setattr(microbatches_module, "MESSAGE_BYTES", 650)
     run = Body(tmp_path).run()
     run.check()
-    firsts = [c.args[3] for c in run.workers.calls if c.method == "batch"]
+    firsts = [c.args[3] for c in run.workers.calls if c.method == "take_batch"]
     assert len(firsts) > run.config.steps
     assert firsts.count(0) == run.config.steps
 

@@ -31,7 +31,7 @@ from staleflow.tasks.training.rank import SINGLE_RANK, Rank
 
 
 class Server:
-    async def batch(self, *_: Any) -> BatchMessage:
+    async def take_batch(self, *_: Any) -> BatchMessage:
         return BatchMessage.of([], 0)
 
 
