@@ -21,7 +21,7 @@ class LazyGroup(click.Group):
         subgroups: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
-        """sections: by title of a section of the help, (module or module:attribute, one line of help) by command.
+        """sections: title of a section of the help -> name of a command -> (module or module:attribute, line of help).
         subgroups: names of the commands that are groups."""
         super().__init__(*args, **kwargs)
         self._sections = sections
@@ -42,7 +42,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command in `args`. Raises UsageError with the nearest name if there is none."""
+        """Find the command in `args`. Raises UsageError, which suggests similar names, if there is none."""
         if args[0].startswith("-") or args[0] in self._entries or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = difflib.get_close_matches(args[0], self._entries, n=2)

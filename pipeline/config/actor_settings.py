@@ -134,7 +134,7 @@ def episode_settings(config: RunConfig) -> EpisodeHostSettings:
 
 
 def unrepeatable_sources(config: RunConfig) -> frozenset[int]:
-    """Numbers of the task sources whose episodes cannot be set back on another host. May import user code. Raises
+    """Numbers of the task sources whose episodes cannot be replayed on another host. May import user code. Raises
     ConfigError."""
     from staleflow.tasks.environments.environment_loader import traits_of
 
@@ -170,7 +170,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 
 def _environment_sources(config: RunConfig) -> dict[str, TaskConfig]:
-    """Those of several task sources that are environments of many turns. Raises ConfigError."""
+    """The named task sources that are environments of many turns. Raises ConfigError."""
     return {
         name: task
         for name, task in config.task.sources.items()
@@ -246,7 +246,7 @@ def _named_sources(config: RunConfig) -> tuple[NamedSourceSettings, ...]:
 
 
 def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
-    """A source whose system message describes the tools, where it asks for that."""
+    """The source with {tools} in its system message replaced by a description of the tools."""
     system = source.task.system
     if "{tools}" not in system or not config.environment.tools:
         return source
@@ -473,7 +473,7 @@ def _recorded_workload(run_dir: Path) -> RecordedWorkload:
 def _recorded_turns(
     store: VersionedStore, rows: npt.NDArray[np.int64], is_multi_turn: npt.NDArray[np.bool_]
 ) -> dict[tuple[int, int], tuple[Turn, ...]]:
-    """Turns of the multi-turn rows, keyed by (group, member); rows that cannot be read are omitted."""
+    """Turns of the multi-turn rows, by (index of the group in `rows`, member); rows that cannot be read are omitted."""
     group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
     positions = sorted(group_member_of_row)  # near rows are read together
     turns_by_member = {}

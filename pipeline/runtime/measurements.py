@@ -1,4 +1,5 @@
-"""Measures how a run spends its time: waiting for a batch, training, publishing, deciding, sampling, idling with work.
+"""Measures how a run spends its time: waiting for a batch, training, publishing, deciding, sampling, idling despite
+assigned work.
 
 The driver calls these methods as things happen. They call no actor and decide nothing.
 """
@@ -109,7 +110,7 @@ class Measurements:
         self._idle_started_s = now_s()
 
     def observe_snapshot(self, snapshot: Snapshot) -> None:
-        """Record the current staleness of the work in flight."""
+        """Record the current staleness of the work in flight and in the queue."""
         self._staleness_samples.append((snapshot.staleness_in_flight, snapshot.staleness_in_queue))
 
     # -- summarizing ---------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class Measurements:
     def seconds_by_activity(
         self, steps: Sequence[Mapping[str, float]], instances: Collection[InstanceHandle]
     ) -> dict[str, float]:
-        """Seconds by activity, and `tokens_sampled`; seconds of instances are the mean, in which an instance and its
-        replacements count as one.
+        """Seconds by activity, and `tokens_sampled`. Seconds of instances are averaged, where an instance and its
+        replacements count as one. `wall_s` and seconds of steps are of the whole run, all others of its latest start.
 
         Args:
             steps: Metrics of all training steps.
@@ -154,7 +155,7 @@ class Measurements:
         return diagnose(sum_steady_steps(self._tracker.finished_steps, self._speed.eta), speed), fit
 
     def _take_engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
-        """Engine counts since the end of the last step, summed over instances."""
+        """Engine counts since the previous call, summed over instances."""
         previous_counts, self._token_counts = self._token_counts, {i.id: i.token_counts for i in instances}
         return {
             name: float(
@@ -164,7 +165,7 @@ class Measurements:
         }
 
     def _take_mean_staleness(self) -> dict[str, float]:
-        """Mean staleness in flight and in queue over the ticks since the end of the last step."""
+        """Mean staleness in flight and in queue over the ticks since the previous call."""
         samples, self._staleness_samples = self._staleness_samples or [(0.0, 0.0)], []
         return {
             "staleness_in_flight": sum(in_flight for in_flight, _ in samples) / len(samples),

@@ -1,4 +1,4 @@
-"""Outcomes of a run that are not in its store, and the interface of those who follow a run."""
+"""Outcomes of a run that are not in its store, and the interface of objects that are told what happens in a run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class RunReport:
     """Outcomes of a run that are not in its store."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of all training steps."""
     evaluations: list[Evaluation] = field(default_factory=list)
     seconds_by_activity: dict[str, float] = field(default_factory=dict)
     """Seconds by activity, and `tokens_sampled`, up to the latest stored step or the end; empty before the first step
@@ -40,7 +41,7 @@ class RunReport:
     sources: list[SourceCounts] = field(default_factory=list)
     """Counts of each task source, if the run has several."""
     lost_actors: list[str] = field(default_factory=list)
-    """Actors that were lost and replaced."""
+    """Messages about actors that were lost and replaced."""
     alarms: list[str] = field(default_factory=list)
     """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""
     notes: list[str] = field(default_factory=list)
@@ -48,7 +49,7 @@ class RunReport:
 
 
 class RunListener:
-    """Receives what happens in a run. This base class ignores it; subclasses override the methods they need."""
+    """Receives what happens in a run. This base class does nothing; subclasses override the methods they need."""
 
     def on_line(self, text: str) -> None:
         """Receive a line for display, such as the dashboard's address."""

@@ -1,11 +1,11 @@
 """Unlearning: a run's training repeated without some of its rows, from the first step that trained on one of them.
 
-A branch of the store has what is trained instead: the rows that are left out have no loss mask, and each advantage that
-depended on them is estimated again from the rows that remain. Training begins at the run's newest resume point before
-the first changed step, or at the base model, and is otherwise offline training (training.py) on that branch.
+What is trained instead is in a branch of the store: the rows that are left out have no loss mask, and each advantage
+that depended on them is estimated again from the rows that remain. Training begins at the run's newest resume point
+before the first changed step, or at the base model, and is otherwise offline training (training.py) on that branch.
 
 Invariant: the weights equal those of offline training on the same branch and rows from the base model, bit for bit on
-the same kind of machine. For up to the resume point both train on the run's own batches, which give the run's weights.
+the same kind of machine. Up to the resume point both train on the run's own batches, which gives the run's weights.
 
 What this does not undo: responses of later steps were sampled by policies that had trained on the rows.
 """
@@ -42,7 +42,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unlearning:
-    """What is left out, and what is trained instead."""
+    """Which rows are left out, and what is trained instead."""
 
     branch: str
     rows: int
@@ -58,7 +58,7 @@ class Unlearning:
     start: int
     """Version that training begins with: that of a resume point, or 0, the base model."""
     reason: str
-    """Why it begins with the base model; empty if it does not."""
+    """Why training begins with the base model; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,8 @@ def make_plan(run_dir: Path, out: Path, where: str, branch: str) -> tuple[Offlin
         branch: Name of the branch.
 
     Raises:
-        ConfigError: No trained row matches, none remains, the branch's name is taken, or as offline training.
+        ConfigError: No trained row matches, none remains, the branch's name is taken, or offline training refuses the
+            job.
         StoreError: The branch cannot be stored.
     """
     if not where.strip():
@@ -141,7 +142,7 @@ def reestimate_advantages(
     rewards: npt.NDArray[np.float32] | None = None,
     new_config: RunConfig | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Advantages of a run's rows without some of them, or with other rewards or settings.
+    """Advantages of a run's rows, estimated again without some of them, or with other rewards or settings.
 
     A step's advantages are estimated as they were and as they are now. Where the two differ, the second is taken;
     elsewhere the stored one, as it was trained.

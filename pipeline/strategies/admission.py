@@ -1,5 +1,6 @@
-"""Admission rules, which limit how much new work starts. A job names one of them. Each guarantees the staleness bound,
-and a step waits for work that is due. All numbers are numbers of groups.
+"""Admission rules, which limit how much new work starts. A job names one of them. Under both, no trained trajectory is
+older than the staleness bound allows, and a step waits for unfinished groups that it must train on. All numbers are
+numbers of groups.
 
 | rule | groups in flight (reserved and finished, without the batch being trained) |
 |---|---|
@@ -29,7 +30,7 @@ class Admission(RegistryEntry, ABC):
     awaits_due_groups = True
     """Whether a step waits for groups that are due but unfinished."""
     starts_all_reservable = False
-    """Whether it starts all groups that can reserve an entry."""
+    """Whether the rule starts all groups that can reserve an entry."""
 
     def make_ledger(self, **sizes: Any) -> StalenessLedger:
         """Create the ledger of a run under this rule. sizes: arguments of StalenessLedger."""
@@ -41,7 +42,8 @@ class Admission(RegistryEntry, ABC):
 
     @abstractmethod
     def num_startable(self, ledger: StalenessLedger) -> int:
-        """Number of groups that may start under the published version now, including queued ones."""
+        """Number of groups that may start under the published version now. Groups that are queued without an entry
+        count among them."""
 
     @abstractmethod
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
@@ -111,4 +113,4 @@ class Synchronous(CappedAdmission):
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:
             return f"synchronous: version {version} is not the one that step {ledger.next_step} starts from"
-        return CappedAdmission.refusal(self, ledger, version)  # super() does not know a class with slots
+        return CappedAdmission.refusal(self, ledger, version)  # slots=True replaces the class, which breaks super()

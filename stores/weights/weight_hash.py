@@ -33,14 +33,14 @@ AnyTensor: TypeAlias = "torch.Tensor | Array"
 SCHEME = "sha256-tree"
 """The scheme of fingerprints."""
 HASH_PIECE_BYTES = 16 * 2**20
-"""Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
+"""Bytes hashed at once by a thread. Part of the scheme: another size gives other fingerprints."""
 MAX_THREADS = 8
 """Maximum number of threads for one fingerprint. More are hardly faster, as reading memory limits them, and other
-instances on the host hash at the same time."""
+engines on the host hash at the same time."""
 
 
 QUEUED_PIECES_PER_THREAD = 4
-"""Number of pieces in the queue for each thread above which the next tensor waits. It limits the memory that a
+"""The next tensor waits while more pieces than this are queued for each thread. This limits the memory that a
 TensorStream needs."""
 
 

@@ -38,7 +38,7 @@ REPLAY_DIFFERS = (
     "a replay of its earlier turns returned other observations, although its class says that it is repeatable"
 )
 
-FAILED_BEFORE = "it failed; the reason was lost together with its host or the trajectory server"
+FAILED_BEFORE = "the reason of its failure was lost together with its host or the trajectory server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class EnvStepOutcome:
     trajectory: TrajectoryId
     route_number: int
     num_tokens: int = 0
-    """Length of the response with the observation, if another turn follows."""
+    """Length of the whole response with the observation, if another turn follows."""
     ended: bool = False
     reward: float = 0.0
     """Reward of an ended episode."""
@@ -70,8 +70,8 @@ class EnvStepOutcome:
     restart_reason: str = ""
     """Why the episode restarts from its prompt; empty if it does not."""
     host_lost: bool = False
-    """Whether it restarts because it was lost with its host, and not because its environment failed. False if that is
-    not known any more, since this outcome itself was lost with a host or the server."""
+    """Whether it restarts because it was lost with its host, and not because its environment failed. Also False if the
+    cause is no longer known, because the first report of this outcome was lost with a host or the server."""
     server_lost: bool = False
     """Whether the step must be requested again when the trajectory server is back."""
     seconds: float | None = None
@@ -110,8 +110,9 @@ class EnvironmentSettings(Protocol):
 
 
 class ServerBatcher:
-    """Calls the trajectory server in batches: all items that its owner gives for one method in one iteration of the
-    event loop are sent in one call. A call costs a millisecond on each side, more than a step of many environments."""
+    """Calls the trajectory server in batches: all items that are given for one method in one iteration of the event
+    loop are sent in one call. A call costs a millisecond on each side, more than a step of many environments. call_s:
+    timeout of a call, seconds."""
 
     def __init__(self, server: Any, call_s: float) -> None:
         self._server, self._call_s = server, call_s
@@ -149,7 +150,8 @@ class ServerBatcher:
 
 @remote_methods
 class EnvironmentHost:
-    """The environment host's Dask actor. All its state changes on the worker's event loop."""
+    """The environment host's Dask actor. Its state is changed only on the worker's event loop. call_s: timeout of a
+    call of the trajectory server, seconds."""
 
     def __init__(self, settings: EnvironmentSettings, call_s: float) -> None:
         self._environments = settings.build()
@@ -157,14 +159,14 @@ class EnvironmentHost:
         self._running_steps: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
         """Running env steps, by trajectory and route number."""
         self._open_episodes: dict[TrajectoryId, EpisodeKey] = {}
-        """Open episodes."""
+        """Episodes with a running step or an open environment, by trajectory."""
         self._outcomes: list[EnvStepOutcome] = []
         self._error: Exception | None = None
         """An error of staleflow or of the job, not of an environment."""
         self._outcome_ready = asyncio.Event()
 
     async def check(self) -> None:
-        """Raise ConfigError if the environment cannot be made."""
+        """Raise ConfigError if the environment cannot be created."""
         await self._environments.check()
 
     async def start_steps(self, server: Any, items: tuple[EnvStepItem, ...]) -> None:

@@ -1,8 +1,8 @@
 """The trajectory server: an actor that stores the tokens of live trajectories and is the only committer to the store.
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids, lengths and versions. All
-state changes on the worker's event loop, so no method needs a lock. Commits, prompts and the spool have a thread each;
-texts are decoded and batches packed in other threads.
+state is changed on the worker's event loop, so no method needs a lock. Commits, prompts and the spool have a thread
+each; texts are decoded and batches packed in other threads.
 
 Invariants:
 - Acknowledged changes survive this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
@@ -100,7 +100,7 @@ class TrajectoryServer:
         self._task_cache = TaskCache(self._prompts, prompt_settings.eval_sets, self._in_flight.tasks_of)
         self._last_record: CommitRecord | None = None
         self._committed = asyncio.Event()
-        """Set by the next commit, and replaced."""
+        """Set when the next commit is stored; a new event then takes its place."""
         self._store_thread = StoreThread(self._store, settings.commit_s)
         self._async_spool = AsyncSpool(self._spool)
         self._evaluation_trajectories = EvaluationTrajectories(self._in_flight, self._task_cache, self._prompts.text)
@@ -155,7 +155,8 @@ class TrajectoryServer:
     # -- prompts -------------------------------------------------------------------------------------------------
 
     async def draw(self, first_group: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()) -> list[NewGroup]:
-        """Draw the prompts of `num_groups` groups, numbered from `first_group` on. Returns their lengths.
+        """Draw the prompts of `num_groups` groups, numbered from `first_group` on. Returns the groups, with the
+        lengths of their prompts.
 
         draws: (source, task) of each; empty: the only source's tasks with the groups' numbers.
         """
@@ -184,7 +185,7 @@ class TrajectoryServer:
         return await self._task_cache.held_out(count)
 
     async def evaluation_items(self) -> list[ItemSummary]:
-        """Return the items of each evaluation, one per response."""
+        """Return summaries of all evaluations' items, one for each response."""
         return await self._task_cache.item_summaries()
 
     async def evaluated_responses(self, groups: list[GroupId]) -> list[server_messages.EvaluatedResponse]:
@@ -208,8 +209,8 @@ class TrajectoryServer:
     # -- trajectories --------------------------------------------------------------------------------------------
 
     async def record_routes(self, items: tuple[server_messages.RouteItem, ...]) -> list[Request | SampledTokens]:
-        """Return the engine requests of routed trajectories that are still live. If the turn of one has ended, return a
-        delivery without tokens for it. Deliveries under earlier route numbers are ignored from now on."""
+        """Record the routes of trajectories: deliveries under earlier route numbers are ignored from now on. Returns
+        the engine requests of those that are still live; for one whose turn has ended, a delivery without tokens."""
         evaluation_items, applied_entries = await self._evaluation_trajectories.begin(
             (item.trajectory for item in items), self._now()
         )
@@ -308,8 +309,8 @@ class TrajectoryServer:
     async def add_observations(
         self, items: list[server_messages.ObservationItem]
     ) -> list[server_messages.ObservationReceipt]:
-        """Add observations after their turns. An observation is refused if there is no room for tokens after it, or if
-        its environment was replayed and replied differently."""
+        """Append observations to the turns that they reply to. An observation is refused if there is no room for
+        tokens after it, or if its environment was replayed and replied differently."""
         trajectories = [
             self._in_flight.live[i.trajectory]
             if self._in_flight.awaits_reply(i.trajectory, i.num_tokens, i.route_number)
@@ -441,8 +442,8 @@ class TrajectoryServer:
     async def take_batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
     ) -> BatchMessage:
-        """Return rows of training step `step` from row `start` on, as many as fit into a message. From now on all
-        trajectories of the step count as consumed.
+        """Consume the trajectories of training step `step`, and return its rows from row `start` on, as many as fit
+        into a message.
 
         Args:
             trajectories: Trajectories of the step, group by group; empty if it is requested again, stored or not.
@@ -471,7 +472,7 @@ class TrajectoryServer:
         return message
 
     async def discard(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
-        """End trajectories without training on them. The next commit stores them with their v_traj."""
+        """End trajectories without training on them. The next commit stores them. versions: as in take_batch."""
         entry = spool_entries.TrajectoriesDiscarded(endings=endings, versions=versions)
         await self._async_spool.append([entry] if self._in_flight.apply(entry) else [])
 
@@ -505,7 +506,7 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - started_s}
 
     async def chain_entry(self, step: int) -> str:
-        """Return the entry of a training step in the run's chain. Waits until the step is stored."""
+        """Return a training step's entry in the run's chain of hashes. Waits until the step is stored."""
         while self._last_ledger.next_step <= step:
             await self._committed.wait()
         return await self._store_thread.chain_entry(step)
@@ -545,7 +546,7 @@ class TrajectoryServer:
         return self._last_record.ledger
 
     def _lost_with_server(self, subject: str, details: str) -> StoreError:
-        """Build the error for what the driver knows and this server does not."""
+        """Create the error for data that the driver was told of, and that this server no longer has."""
         return StoreError(
             f"{self._spool.folder}: {subject}, lost with the trajectory server, since the spool could not be written: "
             f"{details}; free space, then `staleflow resume` continues the run"

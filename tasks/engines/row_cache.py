@@ -52,7 +52,7 @@ class AttentionLayerCache(CacheLayerMixin):
         return query_length, 0  # RowPass knows the sizes
 
     def get_seq_length(self) -> int:
-        return 0
+        return 0  # RowPass knows the lengths
 
     def get_max_length(self) -> int:
         return -1
@@ -68,7 +68,8 @@ class AttentionStateLayerCache(LinearAttentionLayer, AttentionLayerCache):
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
-    """A copy of a row's cache after `length` tokens. attention: by attention layer. states: by recurrent layer."""
+    """A copy of a row's cache after `length` tokens. keys_and_values: by attention layer. state_layers:
+    for each recurrent layer, a copy of its cache with the states of this row."""
 
     length: int
     keys_and_values: list[KeysAndValues]
@@ -131,7 +132,7 @@ class RowCache(Cache):
         return SavedRow(row.length, self._buckets.save(row), state_layers)
 
     def restore(self, row: BatchRow, saved: SavedRow) -> None:
-        """Set an empty row to a saved copy."""
+        """Fill an empty row from a saved copy."""
         self._buckets.restore(row, saved.keys_and_values, saved.length)
         row.state_layers = saved.state_layers or None
 
@@ -158,8 +159,8 @@ class RowCache(Cache):
 
 
 def _layer_cache(index: int, layer: Any) -> Any:
-    """The cache of a layer that replaces the one of a DynamicCache. Sliding windows are applied by the mask: tokens
-    outside of the window are stored, too, so the last tokens of a row can be removed."""
+    """The cache to use instead of `layer`, which is that of a DynamicCache. Sliding windows are applied by the mask:
+    tokens outside of the window are stored, too, so the last tokens of a row can be removed."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         attends = isinstance(layer, DynamicLayer)
         return AttentionStateLayerCache(index, layer.number_of_states) if attends else layer
@@ -171,7 +172,7 @@ def _layer_cache(index: int, layer: Any) -> Any:
 
 
 def _clear_states(layer: Any) -> Any:
-    """A copy of a layer without states, with the same storage."""
+    """A copy of a layer from which the states are left out; it shares the layer's storage."""
     clone = copy.copy(layer)
     LinearAttentionLayer.__init__(clone, number_of_states=layer.number_of_states)
     return clone

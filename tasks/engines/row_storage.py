@@ -33,8 +33,8 @@ class BatchRow:
     """A row of the engine's batch, with one context.
 
     length: number of computed tokens. capacity: number of tokens that fit into its bucket; 0: it is in no bucket. slot:
-    index in the bucket. states: states of the recurrent layers, valid while they are not in the layers
-    themselves (row_cache.py)."""
+    index in the bucket. state_layers: for each recurrent layer, a copy of its cache with the states of this
+    row, valid while they are not in the layers themselves (row_cache.py)."""
 
     length: int = 0
     capacity: int = 0
