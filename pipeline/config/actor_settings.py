@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def run_header(config: RunConfig) -> RunHeader:
-    """The header of this job's store."""
+    """The header of this job's store, without max_prompt_tokens, which depends on the model."""
     return RunHeader(
         run=config.name,
         eta=config.staleness.eta,
