@@ -84,7 +84,7 @@ test: install-test $(DOCS_STAMP)  ## lint, import contracts, types, the site, te
 
 types-and-site:
 	$(BIN)/mypy
-	$(MAKE) docs NOTEBOOKS=off  # tests execute one, and nightly all
+	$(MAKE) docs NOTEBOOKS=off  # tests execute two, and nightly all
 
 tests:
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -59,7 +59,8 @@ class Bench:
         actors: Any = Actors(self.config, workers, folder, facts)  # type: ignore[arg-type]  # no process is started
         self.driver = cast(Any, Driver(self.config, actors, folder, RunListener()))
         self.driver._commit_queue.put = self.driver._score_queue.put = lambda *_: None  # nobody waits for them
-        actors.ask, actors.train, actors.prune, actors.publish = self.draw, self.train, self.prune, lambda _: None
+        actors.ask, actors.train, actors.prune = self.draw, self.train, self.prune
+        actors.record_published = lambda _: None
         self.handle, self.driver._coordinator.handle = self.driver._coordinator.handle, self.time_decision
         self.instances: dict[InstanceId, InstanceHandle] = actors.instances
         self.is_trained = asyncio.Event()

@@ -209,7 +209,7 @@ GPU_METHODS = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
 
 
 class DeviceTurns:
-    """Which actors are on the shared GPUs. shared: whether GPUs are shared; if not, no call waits."""
+    """Which actors are on the shared GPUs. shares_gpus: if not, no call waits."""
 
     def __init__(self, *, shares_gpus: bool) -> None:
         self.shares_gpus = shares_gpus

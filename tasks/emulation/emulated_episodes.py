@@ -80,8 +80,8 @@ class EmulatedEpisodes:
         return EmulatedStepResult(seconds=seconds, tokens=tokens, ended=is_last, reward=reward)
 
     def step_s(self, group: int, member: int, turn: int, *, attempt: int) -> float:
-        """Return the seconds of a tool call; see `env_step`. A restarted episode gets those of another group. With the
-        same ones, a step that took too long once would do so in every attempt."""
+        """Return the seconds of a tool call, as in `step_result`. A restarted episode gets those of another group. With
+        the same ones, a step that took too long once would do so in every attempt."""
         turns = self._workload.turns(group, member)
         if attempt:
             other_turns = self._workload.turns(group + attempt * ATTEMPT_STRIDE, member)

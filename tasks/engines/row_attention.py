@@ -50,8 +50,8 @@ class PassPart:
 @dataclass(frozen=True, slots=True)
 class NewTokens:
     """The new tokens of a bucket's rows. bucket_rows: number of rows in the bucket, with and without new tokens.
-    tokens: their range in the pass. slots, positions: [tokens] slot in the bucket and position in the context of each
-    token."""
+    pass_slice: their range in the pass. slots, positions: [tokens] slot in the bucket and position in the context of
+    each token."""
 
     capacity: int
     bucket_rows: int

@@ -131,7 +131,7 @@ class RowScheduler:
         self._cached_contexts.pop(trajectory, None)
 
     def drop_old_caches(self, *, keep_decoding: bool) -> None:
-        """Drop all cached contexts after new weights are loaded. keep: whether decoding rows keep their cache;
+        """Drop all cached contexts after new weights are loaded. keep_decoding: whether decoding rows keep theirs;
         otherwise all rows are prefilled again."""
         self._cached_contexts.clear()
         self._cached_prompts.clear()

@@ -44,9 +44,6 @@ class TestNotebooks:
         assert "stopped" in text
         assert "holds" in text
 
-    # These two take half a minute of processor time and a whole. By default test_typing.py checks their calls,
-    # and other tests run code like theirs.
-    @pytest.mark.slow
     def test_a_stored_run_is_verified_rescored_and_trained_from(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -55,6 +52,7 @@ class TestNotebooks:
         assert "verified" in text
         assert (tmp_path / "stored-run" / "offline" / "checkpoints").is_dir()
 
+    # A minute of processor time. By default test_typing.py checks its calls, and other tests run code like it.
     @pytest.mark.slow
     def test_user_code_in_a_notebook_trains_and_is_stored_with_the_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

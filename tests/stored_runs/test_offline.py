@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -458,6 +459,40 @@ def test_several_ranks_train_offline_as_one_rank(stored: Path, tmp_path: Path) -
         assert again["loss"] == pytest.approx(run["loss"], rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
+def test_a_lost_rank_ends_offline_training_and_the_same_command_resumes(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a resume point after each step, also in the workers."""
+    changes = ("task.eval_prompts=0", "training.ranks=2")
+    done: list[int] = []
+    first = threading.Event()
+
+    def note(event: Mapping[str, Any]) -> None:
+        done.append(event.get("done", 0))
+        if event.get("done") == 1:
+            first.set()
+
+    def kill_the_other(client: Any) -> None:
+        assert first.wait(60.0)
+        (follower,) = (a for a, keys in client.has_what().items() if any("FollowerRank" in key for key in keys))
+        os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
+
+    plan = training.make_plan(stored, tmp_path / "two", changes, epochs=40)
+    with open_pool(None, 2) as two:
+        two.client.run(setattr, training, "RESUME_POINT_S", 0.0)
+        killer = threading.Thread(target=kill_the_other, args=(two.client,))
+        killer.start()
+        with pytest.raises(ActorLost, match="a rank of the training was lost: "):
+            training.execute_plan(plan, two.client, note)
+        killer.join()
+    done.clear()
+    with open_pool(None, 2) as two:
+        result = training.execute_plan(plan, two.client, note)
+    assert result.steps == 120
+    assert 1 not in done and done[-1] == 120
+
+
 def test_selected_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
     from staleflow.pipeline.stored_runs import reward_rescoring
 
@@ -499,6 +534,35 @@ def test_a_stored_run_is_trained_with_another_objective(
         training.make_plan(
             stored, tmp_path / "more", ("training.kl={coefficient=0.1, reference='runs/none'}",), "main", "", 1
         )
+
+
+@pytest.mark.slow  # a separate run
+@pytest.mark.parametrize("teachers", [0, 1])
+def test_distillation_from_a_teacher_is_repeated_bit_for_bit(
+    stored: Path, job: Path, tmp_path: Path, teachers: int
+) -> None:
+    """Groups of one, whose stored rewards do not affect training. The teacher is in the trainer or an actor."""
+    from tests.runtime.test_run import run
+
+    (teacher,) = (stored / "checkpoints").iterdir()
+    kl = f"training.kl={{coefficient=1.0, estimator='k1', place='advantage', reference='{teacher}'}}"
+    result = run(
+        job,
+        kl,
+        "training.advantage=none",
+        "batch.group_size=1",
+        "batch.groups_per_step=8",
+        "steps=3",
+        f"teacher.instances={teachers}",
+    )
+    assert command("store", "audit", result.run_dir).returncode == 0
+    if teachers:
+        with pytest.raises(ConfigError, match=r"stored those of .*set teacher\.instances=0"):
+            training.make_plan(result.run_dir, tmp_path / "other", ("training.kl.reference=elsewhere",), "main", "", 1)
+    plan = training.make_plan(result.run_dir, tmp_path / "again", ("task.eval_prompts=0",), "main", "", 1)
+    assert training.train(plan, lambda event: None).same_steps == 3
+    history = json.loads((tmp_path / "again" / "offline.json").read_text())["metrics"]
+    assert all(h["kl_reference"] > 0 and h["grad_norm"] > 0 and h["tokens_trained"] > 0 for h in history)
 
 
 def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored: Path, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class Host:
             self.at_once -= 1
 
     async def fetch(self, num_bytes: int, *sources: Host) -> bytes:
-        """Call `ensure` until the version is on this host, as the driver does."""
+        """Call `ensure_version` until the version is on this host, as the driver does."""
         named = tuple(WeightSource(f"parameters-{i}", source) for i, source in enumerate(sources))
         while not (fetched := await self.server.ensure_version(V4, num_bytes, named)).path:
             pass
