@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -455,7 +454,7 @@ while not handle.status().step:
 def test_a_script_without_a_main_guard_stops_its_runs_at_exit(tmp_path: Path) -> None:
     job = emulated(tmp_path) | {"runs_dir": str(tmp_path / "runs")}
     (tmp_path / "script.py").write_text(SCRIPT.format(job=job))
-    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    run = forking.run([sys.executable, "-m", "script"], cwd=tmp_path, capture_output=True, text=True)
     assert (run.stdout.splitlines(), run.stderr) == (["executed"], "")
     starts = json.loads((tmp_path / "runs" / "left" / "starts.json").read_text())
     assert [start["end"] for start in starts] == ["stopped: Python exits"]

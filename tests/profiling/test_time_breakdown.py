@@ -49,7 +49,9 @@ def rate(config: RunConfig) -> float:
     "overrides",
     [
         ("steps=10", SMALL_GROUPS),
-        ("steps=10", SMALL_GROUPS, "rollout.on_pull=interrupt", "simulation.message_s=0.05"),
+        pytest.param(
+            ("steps=10", SMALL_GROUPS, "rollout.on_pull=interrupt", "simulation.message_s=0.05"), marks=pytest.mark.slow
+        ),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
         pytest.param(
             ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"), marks=pytest.mark.slow

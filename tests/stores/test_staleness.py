@@ -55,16 +55,6 @@ def test_num_reservable_is_one_batch_per_step_within_the_bound(eta: int, room: i
     assert make(eta, batch=2).num_reservable(PolicyVersion(0)) == room
 
 
-def test_eta_zero_reserves_nothing_while_the_trainer_works() -> None:
-    ledger = make(0)
-    route(ledger, 0, 0)
-    finish(ledger, 0)
-    ledger.consume(0)
-    assert ledger.num_reservable(PolicyVersion(0)) == 0
-    ledger.publish(PolicyVersion(1))
-    assert ledger.num_reservable(PolicyVersion(1)) == 1
-
-
 def test_a_refusal_states_the_number_of_reserved_entries() -> None:
     ledger = make(1, batch=2)
     for group in range(4):
@@ -78,29 +68,6 @@ def test_a_refusal_states_the_number_of_reserved_entries() -> None:
     for group in (4, 5):
         route(ledger, group, 1)
     assert ledger.reservation_refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
-
-
-def test_a_finished_group_trains_before_older_groups_that_can_train_later() -> None:
-    ledger = make(1)
-    route(ledger, 0, 0)
-    route(ledger, 1, 0)
-    finish(ledger, 1)
-    assert ledger.is_batch_ready()
-    assert ledger.consume(0).groups == (1,)
-
-
-def test_a_step_waits_for_a_group_at_its_deadline() -> None:
-    ledger = make(1)
-    route(ledger, 0, 0)
-    route(ledger, 1, 0)
-    finish(ledger, 1)
-    ledger.consume(0)
-    ledger.publish(PolicyVersion(1))
-    route(ledger, 2, 1)
-    finish(ledger, 2)
-    assert not ledger.is_batch_ready()  # group 0 is due by step 1
-    finish(ledger, 0)
-    assert ledger.consume(1).groups == (0,)
 
 
 def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -> None:
@@ -120,35 +87,6 @@ def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -
     assert not ledger.can_reserve(GroupId(2), PolicyVersion(0))  # step 1 is promised to group 1
     with pytest.raises(ProtocolViolation, match="cannot reserve an entry"):
         ledger.reserve(GroupId(2), TrajectoryId(5), PolicyVersion(0))
-
-
-def test_surplus_members_end_when_their_group_is_complete() -> None:
-    ledger = make(0, size=2, members_started_per_group=4)
-    route(ledger, 0, 0)
-    endings = finish(ledger, 0)
-    assert [(e.fate, e.reason) for e in endings] == [(Fate.ABORTED, AbortReason.SURPLUS_MEMBER)] * 2
-
-
-def test_surplus_groups_end_when_finished_groups_fill_every_legal_step() -> None:
-    ledger = make(0, batch=1, groups_started_per_step=3, members_started_per_group=2)
-    for group in (0, 1, 2):
-        route(ledger, group, 0)
-    ledger.reserve(GroupId(0), TrajectoryId(1), PolicyVersion(0))  # keeps its place in the order
-    endings = finish(ledger, 2)
-    assert [(e.group, e.reason) for e in endings] == [
-        (2, AbortReason.SURPLUS_MEMBER), *[(group, AbortReason.SURPLUS_GROUP) for group in (0, 0, 1, 1)],
-    ]  # fmt: skip
-
-
-def test_a_surplus_group_that_a_later_step_can_consume_stays() -> None:
-    ledger = make(1, batch=1, groups_started_per_step=2)
-    route(ledger, 0, 0)
-    route(ledger, 1, 0)
-    assert finish(ledger, 1) == ()
-    assert ledger.consume(0).groups == (1,)
-    ledger.publish(PolicyVersion(1))
-    finish(ledger, 0)
-    assert ledger.consume(1).groups == (0,)
 
 
 @pytest.mark.parametrize(("late", "ready"), [(1, True), (2, False)])
@@ -235,17 +173,6 @@ def test_the_view_ends_with_the_planned_end() -> None:
     assert views == [(0, {0: 1}, {}), (1, {0: 1}, {})]
 
 
-def test_a_step_starts_only_after_its_version_is_published() -> None:
-    ledger = make(1)
-    for group in (0, 1):
-        route(ledger, group, 0)
-        finish(ledger, group)
-    ledger.consume(0)
-    assert not ledger.is_batch_ready()
-    ledger.publish(PolicyVersion(1))
-    assert ledger.is_batch_ready()
-
-
 @pytest.mark.parametrize("version", [-1, 1])
 def test_reserving_at_an_unpublished_version_raises(version: int) -> None:
     ledger = make(1)
@@ -268,15 +195,6 @@ def test_finished_groups_due_earlier_fill_entries_of_later_steps() -> None:
     finish(ledger, 2)
     assert ledger.reservation_refusal(PolicyVersion(1)) == "finished groups fill all entries up to step 2"
     assert ledger.num_reservable(PolicyVersion(1)) == 0
-
-
-def test_a_filtered_group_frees_its_entry() -> None:
-    ledger = make(0)
-    route(ledger, 0, 0)
-    assert ledger.num_reservable(PolicyVersion(0)) == 0
-    ledger.complete(GroupId(0), TrajectoryId(0))
-    assert [e.fate for e in ledger.filter(GroupId(0), AbortReason.NO_SIGNAL)] == [Fate.FILTERED]
-    assert ledger.num_reservable(PolicyVersion(0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -406,15 +406,6 @@ def test_torch_errors_of_a_full_disk_are_translated(tmp_path: Path, message: str
     assert list((tmp_path / "resume").iterdir()) == []
 
 
-async def test_resume_points_are_written_in_the_background(tmp_path: Path) -> None:
-    actor = trainer(tmp_path, Weights())
-    for step in range(3):
-        assert (await actor.train(Server(), step, (), ())).version == PolicyVersion(step + 1)
-    await actor.save_checkpoint(str(tmp_path / "checkpoint"))
-    await actor.close()
-    assert sorted(p.name for p in (tmp_path / "resume").iterdir()) == [f"v{v:08d}.pt" for v in (1, 2, 3)]
-
-
 async def test_an_emulated_trainer_resumes_from_its_resume_points(tmp_path: Path) -> None:
     """A dry run can test recovery: its resume points are complete and give the same weights."""
     settings = EmulatedTrainerSettings(train_s=0.0, s_per_token=0.0, time_scale=1.0)
