@@ -70,6 +70,20 @@ def test_a_refusal_states_the_number_of_reserved_entries() -> None:
     assert ledger.reservation_refusal(PolicyVersion(1)) == "4 groups have reserved the 4 entries up to step 2"
 
 
+def test_a_step_waits_for_a_group_at_its_deadline() -> None:
+    ledger = make(1)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    finish(ledger, 1)
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    route(ledger, 2, 1)
+    finish(ledger, 2)
+    assert not ledger.is_batch_ready()  # group 0 is due by step 1
+    finish(ledger, 0)
+    assert ledger.consume(1).groups == (0,)
+
+
 def test_an_older_member_lowers_the_group_version_only_if_all_deadlines_hold() -> None:
     ledger = make(1, batch=1, size=2)
     route(ledger, 0, 0)

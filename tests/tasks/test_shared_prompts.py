@@ -99,7 +99,6 @@ def gradients_and_logprobs(policy_model: Any, rows: Sequence[Row], budget: int) 
     ("kind", "config", "changes"),
     [
         ("LlamaForCausalLM", "LlamaConfig", {}),
-        ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 16}),
         ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}),
     ],
 )
