@@ -96,7 +96,8 @@ class Coordinator(CoordinatorInspection):
         try:
             match event:  # the most frequent events first
                 case events.InstanceReported():
-                    self._on_instance_reported(event)
+                    if (instance := self._state.fleet.get(event.instance)) is not None:
+                        self._state.record_progress(instance, event.progress, event.delivered)
                 case events.TrajectorySampled():
                     self._on_sampled(event)
                 case events.TrajectoryScored():
@@ -174,16 +175,8 @@ class Coordinator(CoordinatorInspection):
     def _on_instance_leaving(self, event: events.InstanceLeaving) -> None:
         """Interrupt the trajectories of an instance, which continue elsewhere with the tokens they have."""
         instance = self._state.fleet.get(event.instance)
-        if instance is None:
-            return
-        for trajectory in self._state.drain(instance):
+        for trajectory in () if instance is None else self._state.drain(instance):
             self._issuer.interrupt(trajectory, event.instance, f"{event.instance} leaves")
-
-    def _on_instance_reported(self, event: events.InstanceReported) -> None:
-        instance = self._state.fleet.get(event.instance)
-        if instance is None:
-            return
-        self._state.record_progress(instance, event.progress, event.delivered)
 
     def _on_sampled(self, event: events.TrajectorySampled) -> None:
         trajectory = self._state.get_in_phase(Phase.RUNNING, event.trajectory, event.route_number)

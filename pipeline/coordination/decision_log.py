@@ -37,8 +37,7 @@ class DecisionLog:
 
     def note(self, trajectory: TrajectoryId, note: str) -> None:
         """Add a line to a trajectory's story."""
-        if self._followed_trajectory is None or trajectory == self._followed_trajectory:
-            self._notes.append(((trajectory,), self.now, self.cause, note))
+        self.note_all((trajectory,), note)
 
     def note_all(self, trajectories: Sequence[TrajectoryId], note: str) -> None:
         """Add a line to the stories of several trajectories. They are not copied."""

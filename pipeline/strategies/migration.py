@@ -3,7 +3,6 @@ prefill."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,23 +30,23 @@ class InstanceLoad:
     kv_tokens: int
 
 
-class Migration(RegistryEntry, ABC):
-    """A migration rule."""
+class Migration(RegistryEntry):
+    """A migration rule. This base class moves nothing."""
 
     __slots__ = ()
-    moves_anything = True
+    moves_anything = False
     """Whether the rule ever moves anything."""
 
-    @abstractmethod
     def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
         """Whether a move from one instance to another could gain. Called before trajectories are examined singly."""
+        return False
 
-    @abstractmethod
     def choose_moves(
         self, source: InstanceLoad, target: InstanceLoad, movable: Sequence[MovableTrajectory], limit: int
     ) -> list[int]:
         """Indices of `movable` to move from the more loaded `source` to `target`, which has room for `limit`
         trajectories."""
+        return []
 
 
 MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", Migration)
@@ -59,16 +58,6 @@ MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration",
 class NoMigration(Migration):
     """Move no trajectory."""
 
-    moves_anything = False
-
-    def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
-        return False
-
-    def choose_moves(
-        self, source: InstanceLoad, target: InstanceLoad, movable: Sequence[MovableTrajectory], limit: int
-    ) -> list[int]:
-        return []
-
 
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
@@ -79,6 +68,8 @@ class LargestGain(Migration):
 
     cost: CostModel = parameter()
     gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)
+
+    moves_anything = True
 
     def may_gain(self, source: InstanceLoad, target: InstanceLoad) -> bool:
         return self._is_faster(source, InstanceLoad(running=target.running + 1, kv_tokens=target.kv_tokens))
