@@ -7,6 +7,8 @@ from typing import Any
 
 UNLIMITED = 2**31
 """Context length in tokens of a model whose configuration has none."""
+CHANGING_ROPE_TYPES = {"longrope", "dynamic"}
+"""Types of rotary embeddings whose frequencies depend on the longest row of a pass beyond the context length."""
 
 
 def text_config_of(architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +35,14 @@ def context_length_of(architecture: Mapping[str, Any]) -> int:
             short = architecture.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
             context = min(context, short) if isinstance(short, int) else context
     return context
+
+
+def max_rotation_length(architecture: Mapping[str, Any]) -> int | None:
+    """The length in tokens beyond which a model rotates all positions differently, by the longest row of a pass; None
+    if it never does."""
+    architecture = text_config_of(architecture)
+    rope_types = {rope.get("rope_type") for rope in _rotary_settings(architecture)}
+    return context_length_of(architecture) if rope_types & CHANGING_ROPE_TYPES else None
 
 
 def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

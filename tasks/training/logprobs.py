@@ -4,15 +4,13 @@ The trainer compares them with the stored logprobs before a step, and differenti
 them under any checkpoint.
 
 Some rotary embeddings (longrope, dynamic NTK) choose the frequencies of all positions by the largest position of a
-forward pass. Beyond their limit a row's logprobs depend on its micro-batch. The limit is found by calling the model's
-own modules.
+forward pass. Beyond their limit a row's logprobs depend on its micro-batch, so longer rows are refused.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.context_length import max_rotation_length
 from staleflow.tasks.training.lm_head import LmHead, LogprobOptions, target_logprobs
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
 from staleflow.tasks.training.packed_attention import PackedRowLengths, enable_packing
@@ -99,7 +98,7 @@ class LogprobModel:
             if self.lm_head.can_replace_logits:
                 reason = enable_packing(self.model, self.device, self.token_budget)
             object.__setattr__(self, "padding_reason", reason)
-            object.__setattr__(self, "max_row_length", max_row_length(self.model, self.device))
+            object.__setattr__(self, "max_row_length", max_rotation_length(self.model.config.to_dict()))
 
     def at_temperature(self, temperature: float) -> LogprobModel:
         """The same model at another temperature."""
@@ -244,56 +243,3 @@ def split_by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -
 def _split_entropy(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Split [N, T, 1 or 2] values into logprobs, and entropies or None."""
     return values[..., 0], values[..., 1] if values.shape[-1] > 1 else None
-
-
-NUM_COMPARED_POSITIONS = 8
-"""Positions whose rotation is compared."""
-SEARCH_FACTOR = 4
-"""The limit is searched up to this multiple of the model's stated context length."""
-
-
-def max_row_length(model: Any, device: str) -> int | None:
-    """Largest length of a row whose positions are rotated equally in any micro-batch; None without a limit. Restores
-    the model's embeddings to those of short rows."""
-    limits = [
-        limit for module in model.modules() if _is_rotary(module) and (limit := _find_length_limit(module, device))
-    ]
-    return min(limits, default=None)
-
-
-def _is_rotary(module: Any) -> bool:
-    """Whether a module is a rotary embedding whose frequencies may change; those of type "default" never do."""
-    kind = getattr(module, "rope_type", "default")
-    return (
-        isinstance(kind, str) and kind != "default" and "position_ids" in inspect.signature(module.forward).parameters
-    )
-
-
-def _find_length_limit(module: Any, device: str) -> int | None:
-    """Sequence length up to which the first positions are rotated equally; None without a limit."""
-    expected_rotation = _rotation(module, NUM_COMPARED_POSITIONS, device)
-
-    def is_equal(tokens: int) -> bool:
-        _rotation(
-            module, NUM_COMPARED_POSITIONS, device
-        )  # resets the frequencies, which change back only in a short pass
-        return bool(torch.equal(_rotation(module, tokens - 1, device), expected_rotation))
-
-    low, high = NUM_COMPARED_POSITIONS + 1, SEARCH_FACTOR * int(module.config.max_position_embeddings)
-    limit = None
-    if not is_equal(high):
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if is_equal(middle) else (low, middle)
-        limit = low
-    _rotation(module, NUM_COMPARED_POSITIONS, device)
-    return limit
-
-
-def _rotation(module: Any, last: int, device: str) -> torch.Tensor:
-    """[1, NUM_COMPARED_POSITIONS, D] rotation of the first positions in a pass whose last position is `last`."""
-    positions = torch.tensor([[*range(NUM_COMPARED_POSITIONS), last]], device=device)
-    with torch.no_grad():
-        output = module(torch.zeros(1, device=device), positions)
-    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return first[:, :NUM_COMPARED_POSITIONS]

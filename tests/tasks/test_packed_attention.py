@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.models.model_families import make_family_model
 from staleflow.pipeline.config.model_files import format_context_length, read_context_length
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.context_length import context_length_of
+from staleflow.tasks.engines.context_length import context_length_of, max_rotation_length
 from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training import packed_attention
 from staleflow.tasks.training.blocks import one_block_per_kind
-from staleflow.tasks.training.logprobs import LogprobModel, max_row_length
+from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.packed_attention import (
     ATTENTION_NAME,
@@ -298,10 +298,18 @@ def test_longest_row_is_the_length_where_rope_depends_on_the_microbatch(
     rope: dict[str, Any], expected: int | None
 ) -> None:
     result = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
-    ids = torch.arange(9)[None]
-    before = result(input_ids=ids).logits
-    assert max_row_length(result, "cpu") == expected
-    assert torch.equal(result(input_ids=ids).logits, before)
+    assert max_rotation_length(result.config.to_dict()) == expected
+    ids = torch.arange(256) % 32
+
+    def logits_beside(length: int) -> torch.Tensor:
+        rows = torch.stack([ids[:length], torch.nn.functional.pad(ids[:20], (0, length - 20))])
+        with torch.no_grad():
+            logits: torch.Tensor = result(rows).logits[1, :20]
+        return logits
+
+    alone = logits_beside(20)
+    assert torch.allclose(logits_beside(128), alone, atol=1e-5)
+    assert torch.allclose(logits_beside(256), alone, atol=1e-5) == (expected is None)
 
 
 def row_of(tokens: int) -> Row:
