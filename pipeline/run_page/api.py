@@ -14,7 +14,9 @@ import numpy as np
 
 from staleflow.pipeline.config.knob_tree import explain_values, toml_value
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.journal import list_files, list_start_files, uncompressed_bytes
 from staleflow.pipeline.coordination.mixture import count_by_source
+from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.run_folder import read_summary
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import chart_values, charts, have_many_turns, outcome_in_words
@@ -38,6 +40,8 @@ EXCERPT_CHARS, PROMPT_EXCERPT_CHARS = 240, 2_000
 """Characters of a response and of a prompt in a list; of the prompt the last, where most differ."""
 MAX_AUDITED_TOKENS = 50_000_000
 """Most tokens of a store that is audited for a page: some ten seconds; larger ones by the command line."""
+MAX_REPLAYED_BYTES = 32 * 2**20
+"""Largest journal that is replayed for a page: some 15 seconds; longer ones by the command line."""
 
 
 class RunApi:
@@ -47,6 +51,7 @@ class RunApi:
     def __init__(self, reader: RunReader, other: RunReader | None = None) -> None:
         """other: a second run, whose steps and settings are shown beside those of the first."""
         self._reader, self._other = reader, other
+        self._replay_lock = threading.Lock()
         self._audit_lock = threading.Lock()
 
     def overview(self, branch: str = MAIN) -> dict[str, Any]:
@@ -331,9 +336,21 @@ class RunApi:
             "reward_parts": _json_values(view.reward_parts),
             "timings": _json_values(view.timings),
             "story": story,
-            "replay": f"staleflow replay {self._reader.run_dir} --trajectory {id}",
             "read_share": read_share,
         }
+
+    def story(self, id: int = 0) -> dict[str, Any]:
+        """A trajectory's story with the coordinator's reasons, from replaying the journal."""
+        run_dir = self._reader.run_dir
+        size = sum(uncompressed_bytes(file) for _, events in list_start_files(run_dir) for file in list_files(events))
+        if size > MAX_REPLAYED_BYTES:
+            raise ConfigError(
+                f"the journal has {size / 2**20:.0f} MiB, a page replays {MAX_REPLAYED_BYTES / 2**20:.0f}; use "
+                f"staleflow replay {run_dir} --trajectory {id}"
+            )
+        with self._replay_lock:
+            result = replay_run(run_dir, TrajectoryId(id))
+        return {"lines": list(result.story), "difference": result.difference}
 
     def lanes(self, begin_s: float = 0.0, end_s: float = 1e18, bins: int = 400) -> dict[str, Any]:
         """Instances, trainer and queues over time."""

@@ -73,7 +73,7 @@ def application(run_api: RunApi, host_names: frozenset[str]) -> ASGIApp:
     answers = (
         run_api.overview, run_api.steps, run_api.settings, run_api.result_tables, run_api.audit, run_api.groups,
         run_api.batch, run_api.group, run_api.trajectories, run_api.excerpts, run_api.distribution, run_api.trajectory,
-        run_api.lanes, run_api.compare,
+        run_api.story, run_api.lanes, run_api.compare,
     )  # fmt: skip
     routes = [
         *map(api_route, answers),

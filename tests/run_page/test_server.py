@@ -197,6 +197,7 @@ def test_excerpts_are_returned_for_the_requested_trajectories(page: Page) -> Non
         ("lanes", {"begin_s": "nan"}, "begin_s = 'nan' is not a number"),
         ("steps", {"branch": "better"}, "no branch 'better'"),
         ("compare", {"first": "main", "second": "other"}, "no branch 'other'"),
+        ("story", {"id": 0}, "no recorded events"),
     ],
 )
 def test_an_invalid_request_gets_a_one_line_error(page: Page, endpoint: str, query: dict[str, Any], line: str) -> None:

@@ -67,7 +67,7 @@ export async function trajectoryView(run, id) {
       text(one.prompt, { class: "prompt tall" }),
       response(one, run),
       h("h2", {}, "Life"),
-      life(one),
+      life(one, id),
     ],
     follow: one.read_share < 1 ? async () => go(changed({}), { replace: true }) : null,
   };
@@ -255,7 +255,7 @@ const percent = (share) => `${short(100 * share)} %`;
 
 // -- its life ----------------------------------------------------------------------------------------------------------
 
-function life(one) {
+function life(one, id) {
   if (!one.story.length) {
     const times = STAGES.filter(([name]) => one.timings[name] > 0);
     return h(
@@ -281,6 +281,7 @@ function life(one) {
   const phases = one.story.slice(0, -1).map((mark, i) => ({ ...mark, lasts: one.story[i + 1].at_s - mark.at_s }));
   const sums = new Map();
   for (const { phase, lasts } of phases) if (phase) sums.set(phase, (sums.get(phase) ?? 0) + lasts);
+  const reasons = h("div", {});
   return h(
     "section",
     { class: "card" },
@@ -319,6 +320,22 @@ function life(one) {
         "What else happened then",
       ),
     ),
-    h("p", { class: "small quiet" }, "The coordinator’s reasons: ", h("code", {}, visible(one.replay))),
+    h("button", { onclick: (event) => explain(event.target, reasons, id) }, "Why? Replay the run’s decisions"),
+    reasons,
   );
+}
+
+async function explain(button, reasons, id) {
+  button.disabled = true;
+  reasons.replaceChildren(h("p", { class: "quiet" }, "Replaying the journal through a new coordinator …"));
+  try {
+    const { lines, difference } = await ask("story", { id });
+    reasons.replaceChildren(
+      text(lines.join("\n"), { class: "prompt" }),
+      difference ? h("p", { class: "error" }, `The replay differs: ${difference}`) : "",
+    );
+  } catch (error) {
+    reasons.replaceChildren(h("p", { class: "error" }, error.message));
+  }
+  button.disabled = false;
 }
