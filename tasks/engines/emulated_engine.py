@@ -18,7 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from staleflow.stores.trajectory import FinishReason, FloatArray, InstanceId, IntArray, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import (
+    FinishReason,
+    FloatArray,
+    InstanceId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_comparison import compare_by_name
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, FinishedRequest, SimulatedBatch
@@ -27,7 +35,7 @@ from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request, SampledTokens, TokenScores
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.engines.engine_thread import EngineThread
-from staleflow.tasks.engines.running_requests import RawSegment, RunningRequest
+from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 
 EOS = 1
@@ -280,7 +288,9 @@ class EmulatedEngine(EngineThread):
         segments = running.closed_segments
         if segments and segments[-1].version == running.version:
             ids = np.concatenate([segments.pop().tokens, ids])
-        segments.append(RawSegment(running.version, self._instance, ids, emulated_logprobs(ids)))
+        segments.append(
+            Segment(version=running.version, instance=self._instance, tokens=ids, logprobs=emulated_logprobs(ids))
+        )
 
     def _forget(self, trajectory: TrajectoryId) -> None:
         """Drop the cached context of a trajectory."""

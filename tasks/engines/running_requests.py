@@ -12,41 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
-from staleflow.stores.trajectory import (
-    FinishReason,
-    FloatArray,
-    InstanceId,
-    IntArray,
-    PolicyVersion,
-    Segment,
-    TrajectoryId,
-)
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, is_special, load_chat_tokenizer, load_detokenizer
-
-
-class RawSegment(NamedTuple):
-    """A segment whose values may still be lists; they become arrays later: a weight update closes a segment of every
-    running request while decoding waits."""
-
-    version: PolicyVersion
-    instance: InstanceId
-    tokens: list[int] | IntArray
-    logprobs: list[float] | FloatArray
-
-    @property
-    def segment(self) -> Segment:
-        return Segment(
-            version=self.version,
-            instance=self.instance,
-            tokens=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-        )
 
 
 @dataclass(slots=True)
@@ -57,7 +29,7 @@ class RunningRequest:
     key: str = ""
     version: PolicyVersion = PolicyVersion(0)
     """Policy version that it is sampled under now."""
-    closed_segments: list[RawSegment] = field(default_factory=list)
+    closed_segments: list[Segment] = field(default_factory=list)
     """Its earlier segments."""
     tokens: list[int] = field(default_factory=list)  # of the current segment
     logprobs: list[float] = field(default_factory=list)
@@ -77,12 +49,12 @@ class RunningRequest:
 
     def sampled_tokens(self, finish: FinishReason) -> SampledTokens:
         """Return the tokens it has sampled. Its current segment must be closed."""
-        request, segments = self.request, tuple(part.segment for part in self.closed_segments)
+        request = self.request
         return SampledTokens(
             trajectory=request.trajectory,
             route_number=request.route_number,
             start=request.num_response_tokens,
-            segments=segments,
+            segments=tuple(self.closed_segments),
             finish=finish,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
@@ -216,8 +188,13 @@ class RunningRequests:
             accepted_tokens=self._accepted_tokens,
         )
 
-    def _current_segment(self, running: RunningRequest) -> RawSegment:
-        return RawSegment(running.version, self.instance, running.tokens, running.logprobs)
+    def _current_segment(self, running: RunningRequest) -> Segment:
+        return Segment(
+            version=running.version,
+            instance=self.instance,
+            tokens=np.asarray(running.tokens, np.int32),
+            logprobs=np.asarray(running.logprobs, np.float32),
+        )
 
 
 MARGIN_CHARS = 16
