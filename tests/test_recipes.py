@@ -146,6 +146,18 @@ def test_a_stored_run_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "3 of 4 steps are done; `staleflow resume" in capsys.readouterr().out
 
 
+def test_a_run_of_a_recipe_has_its_picture_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = stored_simulation(tmp_path, "name=a", "steps=3")
+    monkeypatch.setattr(command, "run", lambda *_: run)
+    assert command.main(["sums"]) == 1
+    verdict, *_, line = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("sums: missed: ")
+    assert line == f"sums: picture: {run}/recipe.png"
+    assert (run / "recipe.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_picture_has_a_plot_of_each_run_with_its_curve_and_bands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

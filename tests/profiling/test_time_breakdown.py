@@ -49,32 +49,15 @@ def rate(config: RunConfig) -> float:
     "overrides",
     [
         ("steps=10", SMALL_GROUPS),
-        pytest.param(
-            ("steps=10", SMALL_GROUPS, "rollout.on_pull=interrupt", "simulation.message_s=0.05"), marks=pytest.mark.slow
-        ),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
-        pytest.param(
-            ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"), marks=pytest.mark.slow
-        ),
         (
             "steps=16",
             SMALL_GROUPS,
             "rollout.engine.speculation.num_speculative_tokens=4",
             "workload.acceptance_rate=0.8",
         ),
-        pytest.param(
-            (
-                "steps=10",
-                "rollout.engine.speculation={num_speculative_tokens=3, disable_above=16}",
-                "workload.acceptance_rate=0.6",
-            ),
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["plain", "delays", "short", "full", "slow", "drafts", "drafts with few"],
+    ids=["plain", "short", "drafts"],
 )
 def test_a_profile_predicts_the_rate_of_its_run(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     run = stored_simulation(tmp_path, *overrides)
