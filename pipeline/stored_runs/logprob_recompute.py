@@ -279,7 +279,7 @@ def compute_sums_of_block(
     keep_logprobs: bool,
 ) -> LogprobBlock:
     """Dask task: compute sums for the selected ones of rows start <= row < stop of a snapshot."""
-    rows = list(open_store_at(path, snapshot).trajectories_or_errors(start, stop))
+    rows = list(open_store_at(path, snapshot).trajectories_at(range(start, stop)))
     selected = [(i, row) for i, row in enumerate(rows) if mask[i]]
     errors = {int(row.trajectory): row.error for _, row in selected if isinstance(row, UnreadableRow)}
     readable = [(i, row) for i, row in selected if isinstance(row, EndedTrajectory)]

@@ -97,7 +97,7 @@ def open_policy(config: RunConfig, run_job: RunConfig, num_steps: int, num_held_
 def read_batch_rows(store: VersionedStore, positions: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
     """Read a batch. positions: positions of its rows, in the trainer's order."""
     start, stop = int(positions[0]), int(positions[-1]) + 1  # they are close together, since one commit wrote them
-    rows = list(store.trajectories_or_errors(start, stop))
+    rows = list(store.trajectories_at(range(start, stop)))
     return [rows[i - start] for i in positions.tolist()]
 
 

@@ -226,7 +226,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int)
     """Dask task: score rows start <= row < stop of a snapshot. A row that is unreadable, or whose prompt is no longer
     that of its task, is an error. Objects that are slow to create are cached in the process."""
     prompts, scoring = _load_inputs(settings)
-    rows = list(open_store_at(path, snapshot).trajectories_or_errors(start, stop))
+    rows = list(open_store_at(path, snapshot).trajectories_at(range(start, stop)))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
     valid[[i for i, row in enumerate(rows) if isinstance(row, UnreadableRow)]] = False

@@ -170,7 +170,8 @@ class StoreReader:
         self._location = location
         self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
-        self._first_chain_entry = chain_hash(json.dumps(attributes.get("header"), sort_keys=True).encode())
+        self.first_chain_entry = chain_hash(json.dumps(attributes.get("header"), sort_keys=True).encode())
+        """The chain entry before the first commit's: the hash of the store's header."""
         check_format(attributes.get("format"), location)
         with raised_as(StoreError, f"{location}: the store's header is corrupt", ValueError):
             self.header = RECORD_CODEC.decode(attributes.get("header"), RunHeader)
@@ -212,11 +213,6 @@ class StoreReader:
         index = int(np.argmax(is_step))
         (commit,) = self._stored_commits(root, index, index + 1)
         return chain_hash(commit.text)
-
-    @property
-    def first_chain_entry(self) -> str:
-        """The chain entry before the first commit's: the hash of the store's header."""
-        return self._first_chain_entry
 
     @property
     def newest_chain_entry(self) -> str:
@@ -294,11 +290,6 @@ class StoreReader:
         """[N] index of the first response token of each row at start <= position < stop."""
         rows = self._row_columns(self._read_root(), start, stop, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
-
-    def trajectories_or_errors(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
-        """The stored trajectories at positions start <= position < stop, with an UnreadableRow in place of each that is
-        damaged."""
-        return self._trajectories_or_errors(self._read_root(), range(start, stop))
 
     def trajectories_at(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The trajectories at these positions, in this order, with an UnreadableRow in place of each that is damaged.

@@ -384,7 +384,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     assert store.get(TrajectoryId(10**6)) is None
 
     # What lies elsewhere is read as before, wherever a reader begins.
-    rows = list(damaged.trajectories_or_errors(0, 18))
+    rows = list(damaged.trajectories_at(range(18)))
     lost = {r.trajectory: r.error for r in rows if isinstance(r, UnreadableRow)}
     assert 0 < len(lost) < 18
     assert all(f"{chunk.array}, chunk {chunk.chunk_index}, is corrupt" in what for what in lost.values())
@@ -408,7 +408,7 @@ def test_a_flipped_bit_in_text_gives_a_one_line_error(tmp_path: Path) -> None:
 
     edit(tmp_path / "s", flip("text", offset))
     damaged = VersionedStore.open(tmp_path / "s")
-    lost = [r for r in damaged.trajectories_or_errors(0, 18) if isinstance(r, UnreadableRow)]
+    lost = [r for r in damaged.trajectories_at(range(18)) if isinstance(r, UnreadableRow)]
     assert [(r.trajectory, "its record is corrupt" in r.error) for r in lost] == [(5, True)]
     assert [f.check for f in audit(damaged).findings] == ["arrays"]
 
