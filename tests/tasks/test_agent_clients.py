@@ -119,7 +119,7 @@ async def test_the_openai_client_receives_a_turn_up_to_its_stop_string(stream: b
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
         answer = await client.chat.completions.create(model="m", messages=messages, stop=";", **more)
         assert answer.choices[0].message.content == "yes"
-        with pytest.raises(openai.BadRequestError, match="stop must be a text or a list of at most 16"):
+        with pytest.raises(openai.BadRequestError, match="stop must be a text, or a list of up to 16"):
             await client.chat.completions.create(model="m", messages=messages, stop=["x"] * 17)
 
 
