@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.placement.devices import Device
+
+logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES, DEVICE_ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _INITIAL_VISIBLE: dict[str, str | None] = {}
@@ -51,35 +54,44 @@ def _all_devices(nvml: Any) -> Iterator[Device]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     domains = _link_domains(nvml, handles)
     for index, handle in enumerate(handles):
-        model = _text(nvml.nvmlDeviceGetName(handle)).removeprefix("NVIDIA ")
-        numa_node = _numa_node(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
-        slices = list(_slices(nvml, handle))
-        for part in slices:
+        try:
+            devices = list(_devices_of(nvml, handle, index, domains[index]))
+        except nvml.NVMLError as error:
+            logger.warning("GPU %d is not used: the driver does not describe it (%s)", index, error)
+        else:
+            yield from devices
+
+
+def _devices_of(nvml: Any, handle: Any, index: int, link_domain: str) -> Iterator[Device]:
+    """A GPU, or its slices if it is in MIG mode, in which it can be used by them alone."""
+    model = _text(nvml.nvmlDeviceGetName(handle)).removeprefix("NVIDIA ")
+    numa_node = _numa_node(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    if not _is_in_mig_mode(nvml, handle):
+        yield Device(
+            uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+            visible_id=str(index),
+            model=model,
+            memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            link_domain=link_domain,
+            numa_node=numa_node,
+        )
+        return
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with contextlib.suppress(nvml.NVMLError):  # a MIG index without a slice
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             uuid = _text(nvml.nvmlDeviceGetUUID(part))
             memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(part).total)
             yield Device(
                 uuid=uuid, visible_id=uuid, model=f"{model} MIG", memory_bytes=memory_bytes, link_domain=uuid,
                 numa_node=numa_node,
             )  # fmt: skip
-        if not slices:
-            yield Device(
-                uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                visible_id=str(index),
-                model=model,
-                memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-                link_domain=domains[index],
-                numa_node=numa_node,
-            )
 
 
-def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
-    """The handles of a GPU's MIG slices; none if it is not in that mode."""
-    with contextlib.suppress(nvml.NVMLError):  # a GPU that has no MIG
-        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
-            return
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with contextlib.suppress(nvml.NVMLError):  # a MIG index without a slice
-                yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+def _is_in_mig_mode(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except nvml.NVMLError:  # a GPU that has no MIG
+        return False
 
 
 def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:

@@ -85,7 +85,9 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             future.set_result(function())
-        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised where the result is awaited
+        except (StopIteration, asyncio.CancelledError) as error:  # a future would not pass these on
+            future.set_exception(RuntimeError(f"{type(error).__name__} {error}".rstrip()))
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
             future.set_exception(error)
 
     # The thread inherits the context, so that programs that the function starts belong to this episode.

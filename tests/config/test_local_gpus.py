@@ -71,6 +71,23 @@ def test_without_nvlink_a_host_is_one_domain_and_mig_slices_are_separate(monkeyp
     assert local_gpus.read_devices() == ()
 
 
+def test_a_gpu_in_mig_mode_without_slices_or_without_a_size_is_not_used(
+    eight: tuple[Device, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda handle: (int(handle == 1), 0))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMaxMigDeviceCount", lambda handle: 0)
+    memory = pynvml.nvmlDeviceGetMemoryInfo
+
+    def memory_of_others(handle: int) -> pynvml.Memory:
+        if handle == 2:
+            raise pynvml.NVMLError("GPU is lost")
+        return memory(handle)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_of_others)
+    assert [device.visible_id for device in local_gpus.read_devices()] == ["0", "3", "4", "5", "6", "7"]
+    assert caplog.messages == ["GPU 2 is not used: the driver does not describe it (GPU is lost)"]
+
+
 def test_each_role_of_a_local_run_has_a_separate_gpu(job: Path, eight: tuple[Device, ...]) -> None:
     config = loading.load(job, ("rollout.instances=6", "training.ranks=2"))
     visible, picture = place_locally(config, eight)

@@ -106,6 +106,12 @@ async def moody(base_url, key, task):
             await ask(base_url, key, [user("something else")])
 
 
+def ends(base_url, key, task):
+    if asked(base_url, key, [user("what now?")]) == "stop":
+        return next(iter(()))
+    raise asyncio.CancelledError
+
+
 def die(base_url, key, task):
     """Leaves a process behind, and dies or hangs."""
     import subprocess
@@ -232,6 +238,16 @@ async def test_the_last_line_a_program_prints_is_its_reward(agents: Path) -> Non
             assert answer.ended
             assert answer.error.startswith(error) if error else not answer.error
             assert (answer.reward, answer.parts) == (reward, parts)
+
+
+@pytest.mark.parametrize(("does", "error"), [("stop", "StopIteration"), ("cancel", "CancelledError")])
+async def test_a_function_that_raises_what_ends_coroutines_fails_its_episode(
+    agents: Path, does: str, error: str
+) -> None:
+    async with host_episode(settings(f"agent:{agents}:ends", step_timeout_s=20.0)) as (episodes, task):
+        (answer,) = await played(episodes, task, [does])
+        assert answer.ended
+        assert f"the agent raised: RuntimeError: {error}" in answer.error
 
 
 @pytest.mark.parametrize(("does", "error"), [
