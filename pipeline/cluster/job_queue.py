@@ -158,10 +158,11 @@ class JobQueue(WorkerPool):
 
     def requeue(self, id: str, now: float) -> None:
         """Make a job wait again at its position, and release its workers. No actors may be left on them, except engines
-        of a reservation, whose workers are restarted."""
+        of a reservation. Workers with engines or GPUs are restarted."""
         entry = self.entries[id]
         for address in self._engine_workers & set(self.workers_of(id)):
             self._restart_claimed(address)
+        self.restart_gpu_workers(id, list(self.workers_of(id)))
         entry.num_workers, entry.incomplete_since_s, entry.waiting_since_s = 0, None, now
         self._lost_assignments.pop(id, None)
         self._release(id)
@@ -180,8 +181,7 @@ class JobQueue(WorkerPool):
         waited longer than their limit, which the caller must end."""
         self._expire(now)
         workers = self.free_workers
-        num_claimed = Counter(claim.job for claim in self.claims.values())
-        is_incomplete = any(num_claimed[entry.id] < entry.num_workers for entry in self.entries.values())
+        is_incomplete = any(entry.num_workers and not self._has_all_workers(entry) for entry in self.entries.values())
         admitted_gangs: dict[str, Gang] = {}
         self.surplus_to_return = {}
         expired_ids: list[str] = []
@@ -251,10 +251,10 @@ class JobQueue(WorkerPool):
         """Replace the lost workers of an admitted job by free ones. Returns whether it now has all its workers. If some
         are still missing after RESTART_LIMIT_S, the job waits again, without workers."""
         entry, workers = self.entries[id], self.workers_of(id)
-        if len(workers) >= entry.num_workers > 0:
-            return True
         if not entry.num_workers:
             return False
+        if self._has_all_workers(entry):
+            return True
         engine_workers = [address for address in workers if address in self._engine_workers]
         without_engine = [address for address in workers if address not in self._engine_workers]
         with_surplus = self._is_only_waiting(id)
@@ -269,6 +269,7 @@ class JobQueue(WorkerPool):
                 self._restart_claimed(address)
             selection = None
         if selection is not None:
+            self.restart_gpu_workers(id, [address for address in workers if address not in selection[0]])
             self._release(id)
             self._grant(entry, *selection)
             self._engine_workers.update(engine_workers)
@@ -278,6 +279,15 @@ class JobQueue(WorkerPool):
         if now - entry.incomplete_since_s > RESTART_LIMIT_S:
             self.requeue(id, now)
         return False
+
+    def _has_all_workers(self, entry: QueueEntry) -> bool:
+        """Whether an admitted job has as many workers as at its admission, and enough for each role: optional instances
+        replace no other role."""
+        gang, needs = self.workers_of(entry.id), entry.needs
+        counts = Counter(role for roles in gang.values() for role in roles)
+        required_counts = Counter(role.name.partition("-")[0] for role in needs.heavy_roles)
+        required_counts.update(("server", "reward", DRIVER) if needs.has_driver_worker else ("server", "reward"))
+        return len(gang) >= entry.num_workers and required_counts <= counts
 
     def claim_worker(self, id: str, address: str, role: str) -> bool:
         """Assign a worker to a running job in place of a lost one. Returns False if the worker belongs to another job

@@ -81,6 +81,8 @@ class WorkerPool:
         which it was asked to report its GPUs; None if it was not."""
         self.workers[address] = dict(resources)
         previous_address = next((a for a, (worker, _) in self._disconnected.items() if worker == resources), None)
+        if address in self._disconnected:  # a worker with a fixed port
+            previous_address = address
         if previous_address is not None:
             self._remove_disconnected(previous_address)
         if unreported_since is not None:
@@ -115,7 +117,8 @@ class WorkerPool:
 
     def _remove_disconnected(self, address: str) -> None:
         del self._disconnected[address]
-        self.worker_gpus.pop(address, None)
+        if address not in self.workers:
+            self.worker_gpus.pop(address, None)
 
     @property
     def free_workers(self) -> list[str]:

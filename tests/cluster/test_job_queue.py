@@ -414,6 +414,23 @@ def test_a_resuming_driver_gets_its_lost_workers_or_waits_again() -> None:
     assert admit(queue, 40.0) == ["first"]
 
 
+def test_an_optional_instance_replaces_no_lost_trainer() -> None:
+    queue = make_queue("abcdef", ("first", 4))
+    gang = queue.admit_jobs(0.0)[0]["first"]
+    driver_worker = find_driver_worker(gang)
+    for address in queue.free_workers:
+        assert queue.claim_worker("first", address, "rollout")
+    queue.remove_worker(next(a for a, roles in gang.items() if roles == ("trainer",)), 1.0)
+    queue.add_worker("g", {})
+    light_needs = Needs(num_instances=0, num_reward_workers=0, num_ranks=0, has_driver_worker=True)
+    queue.add_job("second", "/runs/second", light_needs, 0.0, 1.0)
+    assert admit(queue, 1.0) == [], "the first one needs a trainer"
+    assert queue.replace_lost_workers("first", 2.0, driver_worker)
+    roles = list(queue.workers_of("first").values())
+    assert (roles.count(("trainer",)), roles.count(("rollout",))) == (1, 2)
+    assert find_driver_worker(queue.workers_of("first")) == driver_worker
+
+
 def test_a_driver_stays_on_its_worker_though_another_fits_better() -> None:
     queue = queue_of_roles(t="trainer", r="rollout", s="server reward rollout")
     queue.add_job(
@@ -654,6 +671,26 @@ def test_workers_that_used_gpus_are_restarted_before_another_job_gets_them() -> 
         queue.remove_worker(address, 1.0)
         join(queue, f"again-{number}", "node-0", devices)
     assert admit(queue) == ["second"]
+
+
+def test_a_job_that_waits_again_has_its_gpu_workers_restarted() -> None:
+    queue = gpu_queue("2xH100-80")
+    enter(queue, "first", gpu_job(instances=1))
+    assert admit(queue) == ["first"]
+    lost, left = (a for a, text in queue.cuda_visible_devices("first").items() if text)
+    queue.remove_worker(lost, 1.0)
+    assert not queue.replace_lost_workers("first", 1.0, "plain-0")
+    assert not queue.replace_lost_workers("first", 2.0 + RESTART_LIMIT_S, "plain-0")
+    assert queue.is_waiting("first") and queue.take_pending_restarts() == [left]
+
+
+def test_a_gpu_worker_that_rejoins_at_its_address_keeps_its_gpus() -> None:
+    queue = gpu_queue("2xH100-80")
+    for address in ("node-0:0", "node-0:1"):
+        queue.remove_worker(address, 1.0)
+    join(queue, "node-0:1", "node-0", queue.worker_gpus["node-0:1"].devices)
+    assert admit(queue, 2.0 + RESTART_LIMIT_S) == []
+    assert list(queue.worker_gpus) == ["node-0:1"]
 
 
 def test_a_job_waits_until_new_workers_have_reported_their_gpus() -> None:
