@@ -143,9 +143,10 @@ class DaskWorkers:
         before_creation: Callable[[], Awaitable[None]] | None = None,
     ) -> PlacedActor:
         """Create an actor in its reserved slot: name, address and host of a worker. If this fails, the slot is free
-        again; after a timeout the worker is not used again, because it may hang."""
+        again; after a timeout the worker is restarted, because it may hang, unless it has other actors."""
         worker, address, host = slot
         future: Any = None
+        limit: asyncio.Timeout | None = None
         try:
             if before_creation is not None:
                 await before_creation()
@@ -153,7 +154,7 @@ class DaskWorkers:
             visible_devices = self.visible_devices.get(name.partition(".")[0])
             if self.claims_gpus:
                 visible_devices = (await self._ask("cuda_visible_devices", id=self.job_id)).get(address, "")
-            async with asyncio.timeout(self.start_s):
+            async with asyncio.timeout(self.start_s) as limit:
                 if visible_devices is not None:
                     await self.client.run(restrict_devices, visible_devices, workers=[address])
                     logger.debug("%s has GPUs %s", name, visible_devices or "none")
@@ -169,17 +170,19 @@ class DaskWorkers:
                     pure=False,
                 )
                 actor = await self._wait_for_actor(future, name, address)
-        except TimeoutError:
-            self.roles_by_worker[worker].remove(role)
-            self.lost_addresses.add(address)
-            if future is not None:
-                stack = await self._creation_stack(future, address)
-                logger.warning("%s is not ready (%s): %s", name, future.status, stack)
-            raise ActorSilent(
-                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
-            ) from None
         except BaseException as error:
             self.roles_by_worker[worker].remove(role)
+            # An actor may raise a TimeoutError of its own.
+            if isinstance(error, TimeoutError) and limit is not None and limit.expired():
+                self.lost_addresses.add(address)
+                if future is not None:
+                    stack = await self._creation_stack(future, address)
+                    logger.warning("%s is not ready (%s): %s", name, future.status, stack)
+                if not self.roles_by_worker[worker]:
+                    self._start_restart(address)
+                raise ActorSilent(
+                    f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
+                ) from None
             if isinstance(error, StaleflowError) or not isinstance(error, Exception):
                 raise
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
@@ -238,9 +241,7 @@ class DaskWorkers:
             neighbors.remove(parameter_server)
             self.release_actor(parameter_server.name)
         if lost.address != self.own_worker and not neighbors:
-            restart = asyncio.ensure_future(self._restart(lost.address))
-            self.restarts.add(restart)
-            restart.add_done_callback(self.restarts.discard)
+            self._start_restart(lost.address)
 
     async def retire(self, name: str) -> None:
         """Release a closed actor, and let its process leave the cluster for good. Never raises."""
@@ -273,6 +274,11 @@ class DaskWorkers:
             workers = await self._workers()
             roles_by_address = await self._ask("workers_of", id=self.job_id) if self.is_shared else {}
             return bool(self._free_workers(ROLLOUT, {a: w for a, w in workers.items() if a not in roles_by_address}))
+
+    def _start_restart(self, address: str) -> None:
+        restart = asyncio.ensure_future(self._restart(address))
+        self.restarts.add(restart)
+        restart.add_done_callback(self.restarts.discard)
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
@@ -394,6 +400,7 @@ class DaskWorkers:
 
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
+        self.lost_addresses.intersection_update(info["workers"])  # a restarted worker may have the same address
         unavailable = await self._ask("unavailable", id=self.job_id) if self.is_shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost_addresses and a not in unavailable}
 

@@ -226,6 +226,9 @@ async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None
         client.error = ValueError("no")
         with pytest.raises(ActorLost, match=r"rollout-0 could not start on tcp://a: ValueError: no"):
             await place(placing, "rollout")
+        client.error = TimeoutError(110, "Connection timed out", "/nfs/model")
+        with pytest.raises(ActorLost, match=r"rollout-0 could not start on tcp://a: TimeoutError: .*'/nfs/model'"):
+            await place(placing, "rollout")
         client.error = None
         beside = await placing.place("rollout-0", "rollout", object)
         assert beside.worker == "a"
@@ -235,13 +238,14 @@ async def test_the_slot_of_an_actor_that_failed_to_start_is_free_again() -> None
         assert placing.roles_by_worker == {"a": ["rollout"]}
 
 
-async def test_a_process_in_which_an_actor_did_not_start_is_not_chosen_again() -> None:
+async def test_a_process_in_which_an_actor_did_not_start_is_restarted_and_not_chosen_again() -> None:
     async with workers_of(["a", "b"], num_heavy_actors=1) as (placing, client):
         client.create_s = 1e6
         with pytest.raises(ActorLost):
             await place(placing, "rollout")
         client.create_s = 1.0
         assert await place(placing, "rollout") == ["b"]
+        assert client.restarted == ["tcp://a"]
 
 
 async def test_an_actor_has_the_whole_of_start_s_on_a_worker_that_became_free_late() -> None:
@@ -265,6 +269,11 @@ async def test_the_process_of_a_lost_actor_is_restarted_and_not_chosen_again() -
         assert beside.future.released
         assert (await placing.place("rollout-0.1", "rollout", object)).worker == "b"
         assert client.restarted == ["tcp://a"]
+        del client.workers["a"]
+        waits = asyncio.ensure_future(placing.place("rollout-1", "rollout", object))
+        await asyncio.sleep(1.0)
+        client.workers["a"] = {}
+        assert (await waits).worker == "a", "restarted at a fixed port"
 
 
 async def test_a_process_with_an_irreplaceable_actor_is_not_restarted() -> None:
