@@ -196,15 +196,18 @@ class EvaluationDriver:
         return results
 
     def _base_rewards(self) -> dict[str, dict[str, PromptRewards]]:
-        """The rewards of version 0, by set, of the sets whose reward is still the same."""
+        """The rewards of version 0, by set, of the sets whose reward, data and template are still the same."""
         rewards = read_rewards(self._run_dir, 0)
-        reward_fingerprints = {
-            result.name: result.reward_fingerprint for result in self._results if result.version == 0
+        base_fingerprints = {
+            result.name: (result.reward_fingerprint, result.data_fingerprint, result.template_fingerprint)
+            for result in self._results
+            if result.version == 0
         }
         return {
             name: rewards[name]
             for name in rewards
-            if reward_fingerprints.get(name) == self._fingerprints(name).get("reward", "")
+            if base_fingerprints.get(name)
+            == tuple(self._fingerprints(name).get(kind, "") for kind in ("reward", "data", "template"))
         }
 
 

@@ -53,8 +53,11 @@ class LocalActors:
         return await getattr(self._actors[name], method)(*args)
 
 
-def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> Evaluation:
-    """Evaluate with a real server and a real scoring process. answer: by prompt; None where the engine fails."""
+def evaluate(
+    config: RunConfig, answer: dict[str, str | None], folder: Path, earlier: tuple[Evaluation, ...] = ()
+) -> Evaluation:
+    """Evaluate with a real server and a real scoring process. answer: by prompt; None where the engine fails. earlier:
+    evaluations before this one."""
 
     async def scenario() -> Evaluation:
         settings = actor_settings.server_settings(config, folder / "store", 128)
@@ -70,6 +73,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
         )  # fmt: skip
         try:
             await evaluating.begin(PolicyVersion(0))
+            results += earlier
             members = [TrajectoryId(g.group * config.members_started_per_group) for g in requests[0].groups]
             requests_of: list[Any] = await server.record_routes(tuple(map(route_item, members)))
             messages = {request.trajectory: answers[request.tokens] for request in requests_of}
@@ -83,8 +87,7 @@ def evaluate(config: RunConfig, answer: dict[str, str | None], folder: Path) -> 
             await reward.close()
             await server.close()
         assert read_evaluations(folder) == results
-        (one,) = results
-        return one
+        return results[-1]
 
     return asyncio.run(scenario())
 
@@ -125,6 +128,22 @@ def test_failed_responses_are_excluded_and_repeated_prompts_count_once(job: Path
         "task.eval_prompts = 200: jsonl:x gives only 5 distinct held-out prompts that are short enough"
     )
     assert fewer_prompts_warning(5, 5, "jsonl:x") == ""
+
+
+def test_a_change_since_version_0_needs_the_same_reward_data_and_template(job: Path, tmp_path: Path) -> None:
+    config = job_on([{"prompt": f"{i}+{i}=", "answer": "0"} for i in range(120)], job, tmp_path, "task.eval_prompts=12")
+    answer: dict[str, str | None] = {f"{i}+{i}=": "0" for i in range(120)}
+    first = tmp_path / "first"
+    first.mkdir()
+    result = evaluate(config, answer, first)
+    for changed in ("", "data", "template"):
+        folder = tmp_path / f"changed-{changed}"
+        folder.mkdir()
+        write_rewards(folder, 0, read_rewards(first, 3))
+        fingerprints = {"reward": "r", "data": "d", "template": "t"} | ({changed: "other"} if changed else {})
+        base = Evaluation.summarize(0, [score(1)] * 3, [score(1)] * 3, fingerprints, name=result.name)
+        figures = evaluate(config, answer, folder, (base,)).figures
+        assert figures is not None and (figures.sampled_change is None) == bool(changed), changed
 
 
 def score(reward: float, error: str = "") -> ScoredResponse:
