@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from staleflow.stores.files import replace_text
 from staleflow.tasks.emulation.workload import RecordedWorkload
 
 FORECAST_FILE = "forecast.json"
+PATH = re.compile(r"(?<!\w)/")
+"""Part of an absolute path or a URL, and not of the name of a model or data set."""
 MAX_SEED = 2**31
 """Limit of a job's seed."""
 
@@ -77,9 +80,9 @@ def make_forecast(config: RunConfig, basis: str, job_digest: str) -> Forecast:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Digest of all settings of a job except paths, by which a forecast is known to be the job's."""
-    values = {row.key: row.value for row in knob_tree.explain_values(config)}
-    return hashlib.sha256(repr({k: v for k, v in values.items() if "/" not in str(v)}).encode()).hexdigest()[:16]
+    """Digest of all settings of a job except absolute paths and URLs, by which a forecast is known to be the job's."""
+    values = {row.key: row.value for row in knob_tree.explain_values(config) if not PATH.search(str(row.value))}
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def write_forecast(run_dir: Path, forecast: Forecast) -> None:

@@ -48,6 +48,8 @@ def test_a_planned_forecast_is_kept_for_the_same_settings_only(tmp_path: Path) -
     moved = replace(config, runs_dir="/elsewhere")  # paths do not matter
     assert remove_other_forecast(config.run_dir, settings_digest(moved)) == ""
     assert read_forecast(config.run_dir) == forecast
+    other_model = job(tmp_path, "model.path=Qwen/Qwen2.5-7B-Instruct")
+    assert settings_digest(other_model) != settings_digest(job(tmp_path, "model.path=Qwen/Qwen2.5-0.5B-Instruct"))
     changed = job(tmp_path, "staleness.eta=1")
     line = "the forecast in the run's folder was for other settings, and was removed"
     assert remove_other_forecast(changed.run_dir, settings_digest(changed)) == line
