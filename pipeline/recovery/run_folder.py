@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+import psutil
+
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
@@ -39,6 +41,8 @@ JOB_RECORD_FILE = "job.json"
 (pipeline/recovery/job_record.py)."""
 STARTS_FILE = "starts.json"
 """Name of the file with the starts of a run (pipeline/jobs/starts.py)."""
+CLOCK_ERROR_S = 60.0
+"""Greatest difference between the clocks of a machine and of its file server."""
 OTHER_HOST_TIMEOUT_S = 600
 """Seconds without an event or a report after which a process of another machine counts as dead, because its process id
 cannot be checked from here."""
@@ -212,12 +216,13 @@ def is_in_use(run_dir: Path) -> bool:
         if host != socket.gethostname():
             files = [file for name in (LOCK_FILE, JOB_RECORD_FILE, "events.jsonl") if (file := run_dir / name).exists()]
             return time.time() - max(file.stat().st_mtime for file in files) < OTHER_HOST_TIMEOUT_S
-        os.kill(int(process), 0)
-    except PermissionError:
+        # After a restart of the machine or container, another process may have the number.
+        created_at = psutil.Process(int(process)).create_time()
+        return bool(created_at <= (run_dir / LOCK_FILE).stat().st_mtime + CLOCK_ERROR_S)
+    except psutil.AccessDenied:
         return True
-    except (OSError, ValueError):
+    except (OSError, ValueError, psutil.NoSuchProcess):
         return False
-    return True
 
 
 def _open_lock_file(run_dir: Path) -> TextIO:

@@ -247,6 +247,13 @@ def test_a_followed_log_ends_when_no_process_uses_the_folder(tmp_path: Path, mon
     assert virtual_time.run(follow()) == ["old line", "half a line, é"]
 
 
+def test_a_process_that_began_after_the_lock_file_does_not_use_the_folder(tmp_path: Path) -> None:
+    with run_folder.lock_folder(tmp_path):
+        assert run_folder.is_in_use(tmp_path)
+        os.utime(tmp_path / run_folder.LOCK_FILE, (1.0, 1.0))
+        assert not run_folder.is_in_use(tmp_path)
+
+
 def test_a_job_of_another_machine_uses_its_folder_while_it_reports(tmp_path: Path) -> None:
     (tmp_path / run_folder.LOCK_FILE).write_text("process 1 on another-machine\n")
     assert run_folder.is_in_use(tmp_path)
