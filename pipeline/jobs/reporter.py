@@ -132,7 +132,9 @@ class Reporter(RunListener):
         logger.info(line)
 
     async def report_until_done(self, driver: Driver, workers: DaskWorkers) -> None:
-        """Report regularly while the driver runs. Stops it, or retires an instance, when requested."""
+        """Report regularly while the driver runs, also after it was told to stop. Stops it once, or retires an
+        instance, when requested."""
+        has_stopped = False
         while True:
             try:
                 stop_reason = await self._exchange(driver, workers)
@@ -141,10 +143,10 @@ class Reporter(RunListener):
                 if not self._is_registry_lost:  # else each round of an outage would add a line to the log
                     logger.warning("the job registry did not answer: %s", error)
                 self._is_registry_lost, stop_reason = True, ""
-            if stop_reason:
+            if stop_reason and not has_stopped:
+                has_stopped = True
                 await write_record(self._run_dir, self.id, {"stop": stop_reason}, [])
                 driver.stop(stop_reason)
-                return
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _exchange(self, driver: Driver, workers: DaskWorkers) -> str:

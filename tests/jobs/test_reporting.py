@@ -105,6 +105,26 @@ def test_a_lost_report_is_sent_again_and_a_later_cancel_stops_the_run(
     assert received.count("tcp://host:1 leaves") == 1
 
 
+async def test_a_driver_that_was_told_to_stop_reports_until_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    async def ask(client: Any, verb: str, **arguments: Any) -> Any:
+        lines.extend(line.partition("  ")[2] for line in arguments["lines"])
+        return {"stop": "cancelled", "retire": [], "release": []}
+
+    monkeypatch.setattr(job_registry, "ask", ask)
+    driver: Any = DriverStub()
+    sender = Reporter("job", 3, tmp_path)
+    reports = asyncio.ensure_future(sender.report_until_done(driver, WORKERS))
+    await driver.run()
+    sender.on_line("the last step")
+    await asyncio.wait({reports}, timeout=3 * reporter.REPORT_INTERVAL_S)
+    assert not reports.done() and lines == ["the last step"]
+    reports.cancel()
+
+
 def test_an_error_of_the_reports_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(number: int, arguments: dict[str, Any]) -> str:
         raise ValueError("staleflow on the scheduler has no call")
