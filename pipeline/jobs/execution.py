@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
@@ -35,6 +35,9 @@ from staleflow.stores.errors import StaleflowError, raised_as
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.reporter import Reporter
     from staleflow.pipeline.processes.dask_workers import DaskWorkers
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,9 @@ async def execute(
     from staleflow.pipeline.jobs.summary import write_summary
     from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
-    facts = inspect_model(config)
+    facts = await _in_thread(inspect_model, config)
     if config.teachers:
-        check_teacher_models(config)
+        await _in_thread(check_teacher_models, config)
     config = user_files.with_absolute_paths(config)
     user_files.check_user_code(config)
     run_dir, job_digest = config.run_dir, settings_digest(config)
@@ -97,7 +100,7 @@ async def execute(
         if task is None:
             await check_gpus(config, security)
             lock.enter_context(create_and_lock(run_dir))
-        config, fingerprints, input_changes = _prepare_folder(config, resume=resume)
+        config, fingerprints, input_changes = await _in_thread(_prepare_folder, config, resume=resume)
         if not resume and (line := remove_other_forecast(run_dir, job_digest)):
             listener.on_line(line)
         workers = await (
@@ -122,9 +125,8 @@ async def execute(
                 report = await _train(
                     config, actors, workers, reporter, listener, (fingerprints, input_changes), stop, resume=resume
                 )
-            end = RunEnd(
-                run_dir=run_dir, summary=write_summary(config, report, run_dir), stop_reason=report.stop_reason
-            )
+            written_summary = await _in_thread(write_summary, config, report, run_dir)
+            end = RunEnd(run_dir=run_dir, summary=written_summary, stop_reason=report.stop_reason)
             end_state = ("stopped" if end.stop_reason else "done"), end.stop_reason
             return end
         except BaseException as error:
@@ -138,6 +140,19 @@ async def execute(
             with contextlib.suppress(Exception):
                 await reporter.report(workers.client, *(end_state if task is None else ("running", "")))
             await workers.close()
+
+
+async def _in_thread(
+    function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
+) -> Result:
+    """Call a function in a thread: it may take minutes, and the event loop sends the driver's signs of life. If the
+    task is cancelled, waits until the function has returned, because it may write to the locked folder."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **options))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        raise
 
 
 async def _enter_registry(config: RunConfig, workers: DaskWorkers) -> None:
@@ -165,7 +180,7 @@ async def _train(
     from staleflow.pipeline.recovery import resumption as resumptions
 
     run_dir, (fingerprints, input_changes) = config.run_dir, inputs
-    resumption = resumptions.prepare(config) if resume else None
+    resumption = await _in_thread(resumptions.prepare, config) if resume else None
     version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     start_recorder = StartRecorder(run_dir, version, elapsed_s)
     with start_recorder.record_end():

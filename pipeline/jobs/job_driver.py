@@ -136,7 +136,11 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
     num_trained, num_resumes = -1, 0
     while True:
         has_store = (config.run_dir / "store").exists()
-        stored_run = VersionedStore.open(config.run_dir / "store").summary() if has_store else None
+        stored_run = (
+            await asyncio.to_thread(lambda: VersionedStore.open(config.run_dir / "store").summary())
+            if has_store
+            else None
+        )
         num_steps = 0 if stored_run is None else stored_run.num_steps
         if stored_run is not None and stored_run.has_ended and num_steps >= config.steps:
             return "done", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,26 @@ async def test_a_run_is_done_once_its_report_is_written(
     with pytest.raises(StoreError):
         await execution.execute(config, RunListener())
     assert recorded_end(config) == ("failed", "the disk is full")
+
+
+async def test_work_that_may_take_minutes_leaves_the_event_loop_free(
+    config: RunConfig, workers: WorkersStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def note_thread(result: Any) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            threads.append(threading.get_ident())
+            return result
+
+        return call
+
+    monkeypatch.setattr(execution, "inspect_model", note_thread(SimpleNamespace(nonce="abcdef")))
+    monkeypatch.setattr(execution, "_prepare_folder", note_thread((config, None, [])))
+    monkeypatch.setattr(summary, "write_summary", note_thread({}))
+    workers.begin.set()
+    await execution.execute(config, RunListener())
+    assert len(threads) == 3 and threading.get_ident() not in threads
 
 
 async def test_a_scheduler_that_does_not_answer_is_named(
