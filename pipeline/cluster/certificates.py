@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, raised_as
 
 AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, CONFIGURATION_FILE = "ca.pem", "cert.pem", "key.pem", "dask.yaml"
 """Names of the folder's files. The authority's key is not stored, so that no other certificate can be signed."""
@@ -48,6 +48,20 @@ def create_certificates(folder: Path, hosts: Sequence[str], scheduler_address: s
 def has_certificates(folder: Path) -> bool:
     """Whether a folder was written by `create_certificates`."""
     return all((folder / name).is_file() for name in (AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, CONFIGURATION_FILE))
+
+
+def check_validity(folder: Path) -> None:
+    """Raise ConfigError if the folder's certificate has expired or cannot be read. Checks nothing without the package
+    `cryptography`, which an existing folder does not need."""
+    try:
+        from cryptography import x509
+    except ImportError:
+        return
+    path = folder / CERTIFICATE_FILE
+    with raised_as(ConfigError, f"{path}: cannot be read", OSError, ValueError, remedy=f"remove {folder}"):
+        end = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    if end <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(f"{path}: expired on {end:%Y-%m-%d}; remove {folder}, which is then created again")
 
 
 def read_scheduler_address(folder: Path) -> str:

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from staleflow.pipeline.cluster.certificates import create_certificates, has_certificates, read_scheduler_address
+from staleflow.pipeline.cluster.certificates import (
+    check_validity,
+    create_certificates,
+    has_certificates,
+    read_scheduler_address,
+)
 from staleflow.stores.errors import ActorLost, ConfigError
 
 START_LIMIT_S = 120.0
@@ -98,14 +103,15 @@ def tls_cluster(
         announce: Called with a line of text before a long wait.
 
     Raises:
-        ConfigError: The folder is for another address, or the port is in use.
-        ActorLost: A process ended while the others started.
+        ConfigError: The folder is for another address, or its certificate has expired.
+        ActorLost: A process ended while the others started, as when the port is in use.
     """
     address = f"tls://{f'[{host}]' if ':' in host else host}:{port}"
     if not has_certificates(folder):
         create_certificates(folder, [host], address)
     elif (known_address := read_scheduler_address(folder)) != address:
         raise ConfigError(f"{folder}: its certificates are for {known_address}, not {address}; name another folder")
+    check_validity(folder)
     environment_variables = {**os.environ, "DASK_CONFIG": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
     commands = [
         ("scheduler", ["scheduler", "--host", address.rpartition(":")[0], "--port", str(port), *DASHBOARD_OPTION]),

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from staleflow.pipeline.cluster import certificates
 from staleflow.pipeline.cluster.certificates import create_certificates, read_scheduler_address
 from staleflow.pipeline.cluster.open_ports import open_dask_ports
 from staleflow.stores.errors import ConfigError
@@ -108,6 +109,13 @@ def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: 
         create_certificates(folder, ["head"], "tls://head:8786")
     other = error_line("cluster", folder, "--port", 8999)
     assert "its certificates are for tls://head:8786, not tls://127.0.0.1:8999" in other
+
+
+def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "certificates"
+    monkeypatch.setattr(certificates, "VALID_DAYS", 0)
+    create_certificates(folder, ["127.0.0.1"], "tls://127.0.0.1:8999")
+    assert "cert.pem: expired on 20" in error_line("cluster", folder, "--port", 8999)
 
 
 @pytest.mark.parametrize(("host", "is_open"), [("0.0.0.0", True), ("127.0.0.1", False)])
