@@ -373,7 +373,10 @@ class Driver:
 
     async def _draw_groups(self, command: commands.FetchPrompts) -> None:
         async with self._draw_lock:  # groups start in the order of their numbers
-            groups = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
+            groups = await self._actors.ask(
+                "server", "draw", self._num_drawn, command.num_groups, command.draws,
+                deadline="train_s",  # environments are reset for their prompts
+            )  # fmt: skip
             self._num_drawn += command.num_groups
             # As many as one event routes: a queue that holds a whole fleet's work holds up the event loop as it grows.
             num_groups = max(1, MAX_ROUTES_PER_EVENT // self._config.members_started_per_group)

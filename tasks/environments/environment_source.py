@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +12,16 @@ from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, record_of
 from staleflow.tasks.environments.fork_server import ForkServerSettings
 from staleflow.tasks.environments.forked_episodes import Resetter
-from staleflow.tasks.rendering.task_source import Record, Task, TaskSource, require_text
+from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, require_text
 from staleflow.tasks.settings.dataset_columns import DataUse
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.seeds import task_seed
 from staleflow.tasks.settings.source_kinds import kind_of
+
+RESET_ATTEMPTS = 3
+"""Resets tried for a prompt of a run."""
+RESET_PAUSE_S = 0.5
+"""Seconds between two of them."""
 
 
 class EnvironmentSource:
@@ -49,12 +56,15 @@ class EnvironmentSource:
         kind = kind_of(source)
         self._has_rows = kind is not None and kind.takes_rows
         self._resetter = Resetter(settings, config.step_timeout_s)
-        self.task(0)
+        self._make_task(0, attempts=1)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
+        return self._make_task(index, held_out=held_out, attempts=RESET_ATTEMPTS)
+
+    def _make_task(self, index: int, *, attempts: int, held_out: bool = False) -> Task:
         start = EpisodeStart(index=index, held_out=held_out, seed=task_seed(self._seed, index, held_out=held_out))
         try:
-            prompt = require_text(self._resetter.first_observation(start))
+            prompt = require_text(self._first_observation(start, attempts))
         except ConfigError:
             raise
         except (EpisodeFailed, ValueError) as error:
@@ -62,6 +72,14 @@ class EnvironmentSource:
             reason = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"
             raise ConfigError(f"{self._where}: {task_label}: {reason}") from error
         return Task(prompt=prompt, record=record_of(start, prompt), seed=None if self._has_rows else start.seed)
+
+    def _first_observation(self, start: EpisodeStart, attempts: int) -> Prompt:
+        """Reset the environment until it succeeds: a service that it uses may fail once. Raises EpisodeFailed."""
+        for _ in range(attempts - 1):
+            with contextlib.suppress(EpisodeFailed):
+                return self._resetter.first_observation(start)
+            time.sleep(RESET_PAUSE_S)
+        return self._resetter.first_observation(start)
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
         return self

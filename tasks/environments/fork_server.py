@@ -209,6 +209,9 @@ def _run_episode(
     status = 1
     try:
         os.setsid()
+        for name in ("numpy.random", "torch"):  # Python reseeds only its own generator after a fork
+            if (module := sys.modules.get(name)) is not None:
+                module.seed()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:  # it died before that
             return

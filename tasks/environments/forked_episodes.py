@@ -189,6 +189,10 @@ class ProcessLost(EpisodeFailed):
     """The process of an episode was killed by SIGKILL, or its end was not reported: the machine's fault, as a rule."""
 
 
+class ForkServerLost(ProcessLost):
+    """The process of an episode ended with its fork server."""
+
+
 class ForkedEpisode:
     """An episode in its own process."""
 
@@ -234,8 +238,8 @@ class ForkedEpisode:
             result, error_text = await receive(connection)
         except (EOFError, OSError) as error:
             exit_code = await asyncio.to_thread(self._server.wait_for_exit_code, self._number)
-            kind = ProcessLost if exit_code in (None, -signal.SIGKILL) else EpisodeFailed
-            raise kind(f"its process {describe_exit(exit_code)}") from error
+            kind = ProcessLost if exit_code == -signal.SIGKILL else EpisodeFailed
+            raise (ForkServerLost if exit_code is None else kind)(f"its process {describe_exit(exit_code)}") from error
         if error_text:
             raise EpisodeFailed(_with_memory_limit(error_text, self._server.settings.memory_mib))
         return result
@@ -270,6 +274,9 @@ class Resetter:
             reason = f"reset took longer than environment.step_timeout_s = {self._timeout_s:g} s"
             if not isinstance(error, TimeoutError):
                 reason = f"reset: its process {describe_exit(self._server.wait_for_exit_code(number))}"
+                idle, self._idle = self._idle, []  # they may have ended with the same server
+                for _, idle_connection in idle:
+                    idle_connection.close()
             connection.close()
             self._server.kill(number)
             raise EpisodeFailed(reason) from error

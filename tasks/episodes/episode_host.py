@@ -29,6 +29,7 @@ from staleflow.tasks.environments.episode import (
     error_line,
     error_with_location,
 )
+from staleflow.tasks.environments.forked_episodes import ForkServerLost
 from staleflow.tasks.environments.user_tools import TOOL_ROLE
 from staleflow.tasks.episodes.agents import AgentEpisode
 from staleflow.tasks.episodes.episode_makers import EpisodeMaker, environment_maker, tool_maker
@@ -236,7 +237,7 @@ class EpisodeHost:
                 step_result = await self._with_episode_timeout(entry, entry.episode.end_early(), "the early end")
                 result = await self._hosted_result(key, record, step_result)
         except EpisodeFailed as error:
-            result = _error_result(str(error))
+            result = _failed_result(error)
         result = replace(result, environment_s=entry.spent_s - spent_s, waited_s=waited_s)
         self._end(key, entry, entry.turns, result)
         return result
@@ -299,7 +300,7 @@ class EpisodeHost:
                     if not is_newest:
                         entry.replayed_observations.append(result.messages)
         except EpisodeFailed as error:
-            result = _error_result(str(error))
+            result = _failed_result(error)
         result = replace(
             result,
             environment_s=entry.spent_s - spent_s,
@@ -420,6 +421,11 @@ class EpisodeHost:
 
 
 _NOT_REPRODUCIBLE = "two resets with the same seed differ; seed all random numbers by the seed argument of reset"
+
+
+def _failed_result(error: EpisodeFailed) -> HostedStepResult:
+    """The result of a step that failed; lost if its fork server died, which is not the environment's failure."""
+    return replace(_error_result(str(error)), lost=isinstance(error, ForkServerLost))
 
 
 def _error_result(error: str) -> HostedStepResult:

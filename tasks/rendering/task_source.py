@@ -55,9 +55,14 @@ def prompt_of(value: object) -> Prompt:
 
 
 def require_text(prompt: Prompt) -> Prompt:
-    """Return a task's prompt. Raises ValueError if it is empty or white space only, since responses to it would not
-    depend on the task."""
-    texts = (prompt,) if isinstance(prompt, str) else (message.content for message in prompt)
+    """Return a task's prompt. Raises ValueError if it is not valid Unicode, or only white space, since responses to it
+    would not depend on the task."""
+    texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"is not valid Unicode: {error.reason} at character {error.start + 1}") from None
     if not any(text.strip() for text in texts):
         raise ValueError("is empty; a prompt must have a text that the model answers")
     return prompt

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.pickled_messages import encode_message, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
@@ -78,7 +79,8 @@ class Scorer:
 
     def check(self) -> None:
         """Start the process and raise ConfigError if the reward cannot be built."""
-        with self._exclusive():
+        problem = f"reward.function = {self._settings.reward.function!r}: its process ended while it loaded"
+        with raised_as(ConfigError, problem, EOFError, ConnectionError), self._exclusive():
             self._ensure_process()
 
     def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
@@ -257,6 +259,7 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller also gets Ctrl-C, and stops this process
     try:
         _serve(*_own_pipes())
     except (BrokenPipeError, EOFError):  # whoever asked is gone, so nobody waits for what is left in the pipe

@@ -340,6 +340,12 @@ SHAPES = {
 """Server methods called during training, and a job in which each is called."""
 
 
+def test_prompts_of_slow_environments_are_waited_for(body: Body) -> None:
+    run = body.run(faults=[Fault(actor="server", method="draw", nth=0, late_s=10.0)])
+    run.check()
+    assert run.outcomes.lost_actors == []
+
+
 def check_server_restored(run: Run, losses: int = 1) -> None:
     """Check that no prompt is skipped or used twice and that no engine is loaded again."""
     run.check()

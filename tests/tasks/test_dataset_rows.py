@@ -126,6 +126,7 @@ def test_prompts_may_be_messages(write: Write, tmp_path: Path) -> None:
         (7, "must be a text or a list of messages, not 7"),
         ("", "is empty; a prompt must have a text that the model answers"),
         (" \n", "is empty; a prompt must have a text that the model answers"),
+        ("q\ud83d", "is not valid Unicode: surrogates not allowed at character 2"),
         ([{"role": "system", "content": ""}, {"role": "user", "content": " "}], "is empty; a prompt must have a text"),
     ],
 )

@@ -114,7 +114,8 @@ async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Pa
         (mine,) = (await act(episodes, task, "server", "pid")).messages
         os.kill(int(server.content), signal.SIGKILL)
         await until_gone(int(mine.content))
-        assert (await act(episodes, task, "server", "pid", "a")).error == "its process died"
+        answer = await act(episodes, task, "server", "pid", "a")
+        assert (answer.error, answer.lost) == ("its process died", True)
         assert (await act(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
 
 
@@ -130,6 +131,34 @@ async def test_a_helper_process_of_an_environments_file_outlives_its_episodes(tm
         assert (await act(episodes, task, "end", member=2)).ended
         assert not is_gone(int(helper.content))
     await until_gone(int(helper.content))
+
+
+async def test_episodes_draw_different_numbers_with_numpy(tmp_path: Path) -> None:
+    (tmp_path / "numbers.py").write_text(
+        "import numpy as np\n\nnp.random.rand()\n\n\nclass Numbers:\n    def reset(self, seed):\n"
+        "        return 'go', {}\n\n    def step(self, action):\n"
+        "        return str(np.random.randint(10**9)), 1.0, False, False, {}\n"
+    )
+    async with host_episode(settings(f"{tmp_path}/numbers.py:Numbers")) as (episodes, task):
+        answers = [await act(episodes, task, "a", member=member) for member in range(3)]
+    assert len({answer.messages for answer in answers}) == 3
+
+
+async def test_a_reset_that_fails_once_and_a_killed_fork_server_do_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(
+        "import os\nfrom pathlib import Path\n\n\nclass Busy:\n    def reset(self, seed):\n"
+        "        failed = Path(__file__).with_name(f'{seed}')\n"
+        "        if not failed.exists():\n            failed.touch()\n            raise OSError('busy')\n"
+        "        return f'{seed} {os.getppid()}', {}\n\n"
+        "    def step(self, action):\n        return '', 1.0, True, False, {}\n"
+    )
+    episode_settings = settings(f"{tmp_path}/busy.py:Busy")
+    with pytest.raises(ConfigError, match="task 0: reset raised: OSError: busy"):
+        episode_settings.source.build()
+    source = episode_settings.source.build()
+    seed, server = str(source.task(1).prompt).split()
+    os.kill(int(server), signal.SIGKILL)
+    assert str(source.task(1).prompt).split()[0] == seed
 
 
 async def test_an_error_of_close_affects_no_later_task(tmp_path: Path) -> None:

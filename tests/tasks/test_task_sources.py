@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -295,6 +296,25 @@ def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
         (score,) = reward_scorer.score([("x <abc>", {})])
     assert score.reward == pytest.approx(0.3)
     assert (score.parts, score.error) == ({"length": 3.0}, "")
+
+
+def test_a_reward_whose_process_ends_while_it_loads_gives_a_one_line_error(tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "aborts.py").write_text("import os\n\nos.abort()\n")
+    with (
+        closing(scorer(f"{tmp_path}/aborts.py:reward", rows=rows)) as reward_scorer,
+        pytest.raises(ConfigError, match=r"aborts\.py:reward': its process ended while it loaded"),
+    ):
+        reward_scorer.check()
+
+
+def test_ctrl_c_does_not_end_the_reward_process(rows: Path) -> None:
+    with closing(scorer("task", rows=rows)) as reward_scorer:
+        reward_scorer.check()
+        process = reward_scorer._process
+        assert process is not None
+        process.send_signal(signal.SIGINT)
+        assert reward_scorer.score([("2", {"answer": "2"})])[0].error == ""
+        assert reward_scorer._process is process
 
 
 def test_the_error_names_a_scoring_process_that_starts_too_slowly(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
