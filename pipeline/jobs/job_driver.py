@@ -36,10 +36,11 @@ from staleflow.pipeline.config.user_files import collect_code, with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.recovery import run_folder
-from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
+from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError, StoreUnavailable
 
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.execution import DriverTask
+    from staleflow.stores.trajectories.reader import StoreSummary
 
 MAX_RESUMES = 3
 """Number of consecutive losses without a new step after which a driver still resumes."""
@@ -132,14 +133,17 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
     from staleflow.pipeline.jobs.execution import StoppedBeforeStart, execute
     from staleflow.pipeline.runtime.run_report import RunListener
     from staleflow.stores.trajectories.versioned import VersionedStore
+    from staleflow.tasks.actors.store_thread import retry_while_bucket_fails
 
+    async def read_summary() -> StoreSummary:
+        return await asyncio.to_thread(lambda: VersionedStore.open(config.run_dir / "store").summary())
+
+    log = logging.getLogger(__name__)
     num_trained, num_resumes = -1, 0
     while True:
         has_store = (config.run_dir / "store").exists()
         stored_run = (
-            await asyncio.to_thread(lambda: VersionedStore.open(config.run_dir / "store").summary())
-            if has_store
-            else None
+            await retry_while_bucket_fails(read_summary, config.deadlines.commit_s, log.warning) if has_store else None
         )
         num_steps = 0 if stored_run is None else stored_run.num_steps
         if stored_run is not None and stored_run.has_ended and num_steps >= config.steps:
@@ -157,7 +161,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, task: Driver
             )
         except StoppedBeforeStart as error:
             return "stopped", str(error)
-        except (ActorLost, NoFreeWorker) as error:
+        except (ActorLost, NoFreeWorker, StoreUnavailable) as error:
             num_resumes += 1
             if num_resumes > MAX_RESUMES:
                 raise

@@ -21,7 +21,8 @@ from staleflow.pipeline.jobs import execution, job_driver, reporter
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.recovery import job_record, run_folder
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, StoreUnavailable
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.support import virtual_time
 
 WORKERS: Any = SimpleNamespace(waiting_actors={}, client=None, start_s=1.0)
@@ -163,6 +164,41 @@ async def test_a_job_that_lost_its_last_instance_resumes(
     )
     assert await job_driver._resume_to_end(config, submission, task, None) == ("done", "")
     assert executions == 2
+
+
+def test_a_submitted_job_waits_for_the_bucket_of_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its driver starts, and while it prepares the folder."""
+    (tmp_path / "store").mkdir()
+    calls: list[str] = []
+
+    def open_store(path: Path) -> Any:
+        calls.append("open")
+        if calls == ["open"]:
+            raise StoreUnavailable("s3://bucket does not answer")
+        return SimpleNamespace(summary=lambda: SimpleNamespace(num_steps=1, has_ended=False))
+
+    async def execute(*_: Any, **__: Any) -> Any:
+        calls.append("execute")
+        if calls.count("execute") == 1:
+            raise StoreUnavailable("s3://bucket does not answer")
+        return SimpleNamespace(stop_reason="")
+
+    async def find(*_: Any) -> dict[str, str]:
+        return {"id": "job", "run_dir": str(tmp_path), "stop": ""}
+
+    async def ask(*_: Any, **__: Any) -> str:
+        return ""
+
+    monkeypatch.setattr(VersionedStore, "open", open_store)
+    monkeypatch.setattr(execution, "execute", execute)
+    monkeypatch.setattr(job_driver, "find_job", find)
+    monkeypatch.setattr(job_registry, "ask", ask)
+    config: Any = SimpleNamespace(run_dir=tmp_path, steps=3, deadlines=SimpleNamespace(commit_s=60.0))
+    submission = job_driver.Submission(id="job", job_toml="")
+    task = execution.DriverTask(worker_address="", job_id="job")
+    resuming = job_driver._resume_to_end(config, submission, task, None)
+    assert virtual_time.run(resuming) == ("done", "")
+    assert calls == ["open", "open", "execute", "open", "execute"]
 
 
 # -- the record in the run folder ----------------------------------------------------------------------------------
