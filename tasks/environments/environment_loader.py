@@ -84,7 +84,7 @@ def _rows(options: Mapping[str, Any], label: str) -> Any:
     return open_source(SourceType.ROWS, rows_option, {}, f"{label}: task.options.rows = {rows_option!r}")
 
 
-def _accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
+def _accepts(function: Any, /, *args: Any, **kwargs: Any) -> bool:
     """Return True if a function can be called with these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,8 @@ def _run_episode(
         status = 0
     except (EOFError, OSError):  # the caller is gone
         status = 0
+    except BaseException:  # noqa: BLE001  such as a KeyboardInterrupt that the environment's code raised
+        traceback.print_exc()
     finally:
         os._exit(status)
 

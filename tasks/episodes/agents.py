@@ -152,16 +152,23 @@ def _kill_group(leader: int) -> None:
 
 
 async def _keep_lines(stream: asyncio.StreamReader, lines: deque[str]) -> None:
-    """Append the non-empty lines of a stream until it ends."""
+    """Append the non-empty lines of a stream until it ends, except those longer than MAX_LINE_BYTES."""
+    is_too_long = False
     while True:
         try:
-            line = await stream.readline()
-        except ValueError:  # the line is too long, and dropped
+            line = await stream.readuntil(b"\n")
+        except asyncio.LimitOverrunError as error:
+            await stream.readexactly(error.consumed)
+            is_too_long = True
             continue
+        except asyncio.IncompleteReadError as error:
+            line = error.partial
         if not line:
             return
-        if text := " ".join(line.decode("utf-8", "replace").split()):
+        text = " ".join(line.decode("utf-8", "replace").split())
+        if text and not is_too_long:  # otherwise it is the end of a line that is dropped
             lines.append(text)
+        is_too_long = False
 
 
 def _parse_reward(line: str) -> Any:

@@ -115,22 +115,22 @@ async def _call_user_tool(server: ForkServer, arguments: str, timeout_s: float, 
     """Call a user's tool in a new process, which is killed afterwards. Returns the result as text, or a line that
     begins with `error:`. Raises EpisodeFailed if the process cannot be started in time or was lost, which is no fault
     of the call."""
-    episode, has_begun = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0)), False
+    episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
     try:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(config.tool_timeout_s):  # little may be left of the turn's time
                 await episode.begin()
-                has_begun = True
-                result = await episode.step(arguments, truncated=False, last=False)
         except TimeoutError as error:
-            if not has_begun:
-                raise EpisodeFailed(f"a tool's process did not start within {timeout_s:.3g} s") from error
+            raise EpisodeFailed(f"a tool's process did not start within {config.tool_timeout_s:.3g} s") from error
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                result = await episode.step(arguments, truncated=False, last=False)
+        except TimeoutError:
             return f"error: stopped after {timeout_s:.3g} s"
         except ProcessLost:
             raise
         except EpisodeFailed as error:
-            if not has_begun:
-                raise
             return f"error: {error}"
     finally:
         episode.kill()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, held_out_prompts
 
 MAX_REDRAWS = 10_000
@@ -79,7 +79,8 @@ class ReasoningGym:
         return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
 
     def _draw(self, index: int) -> Task:
-        with DRAW_LOCK:
+        problem = f"task.source = reasoning_gym:{self._name}: it cannot draw prompt {index}"
+        with DRAW_LOCK, raised_as(ConfigError, problem, Exception, describe=type_and_message):
             entry = self._dataset[index]
         return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})
 

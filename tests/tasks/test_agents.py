@@ -169,7 +169,10 @@ if does == "fail":
     sys.exit("it does not work")
 if does == "daemon":
     subprocess.Popen(["sleep", "100"], start_new_session=True)
-if does == "prose":
+if does == "log":
+    print("0.25\\n" + "x" * 300_000, flush=True)
+    print("x" * 150_000 + " 7")
+elif does == "prose":
     print("it went well")
 else:
     print(json.dumps({"reward": 0.5, "parts": {"words": len(does)}}) if does == "json" else 0.25)
@@ -231,6 +234,7 @@ async def test_the_last_line_a_program_prints_is_its_reward(agents: Path) -> Non
         for member, (does, reward, parts, error) in enumerate((
             ("number", 0.25, {}, ""),
             ("json", 0.5, {"words": 4.0}, ""),
+            ("log", 0.25, {}, ""),
             ("prose", 0.0, {}, "the last line that the agent printed must be its reward"),
             ("fail", 0.0, {}, "the agent's command ended with exit code 1: it does not work"),
         )):  # fmt: skip

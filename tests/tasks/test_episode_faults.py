@@ -121,9 +121,9 @@ async def test_a_killed_fork_server_ends_its_episodes_and_is_restarted(games: Pa
 
 async def test_a_helper_process_of_an_environments_file_outlives_its_episodes(tmp_path: Path) -> None:
     (tmp_path / "helped.py").write_text(
-        "import subprocess\n\nHELPER = subprocess.Popen(['sleep', '1000'])\n\n\nclass Helped:\n"
+        "import os\n\nHELPER = os.spawnlp(os.P_NOWAIT, 'sleep', 'sleep', '1000')\n\n\nclass Helped:\n"
         "    def reset(self, seed):\n        return 'go', {}\n\n    def step(self, action):\n"
-        "        return str(HELPER.pid), 1.0, action == 'end', False, {}\n"
+        "        return str(HELPER), 1.0, action == 'end', False, {}\n"
     )
     async with host_episode(settings(f"{tmp_path}/helped.py:Helped")) as (episodes, task):
         (helper,) = (await act(episodes, task, "a")).messages

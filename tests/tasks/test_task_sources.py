@@ -110,6 +110,11 @@ def test_a_source_is_a_function_of_the_index() -> None:
     assert first.task(0).prompt != ReasoningGym("chain_sum", OPTIONS, 5).task(0).prompt
 
 
+def test_a_data_set_that_cannot_draw_a_prompt_gives_a_one_line_error() -> None:
+    with pytest.raises(ConfigError, match=r"pool_matrix: it cannot draw prompt 10{12}: ValueError: Seed must be"):
+        ReasoningGym("pool_matrix", {}, 0).task(0, held_out=True)
+
+
 def test_held_out_prompts_differ_from_training_prompts() -> None:
     source = ReasoningGym("chain_sum", {"min_digits": 4, "max_digits": 4}, 4)
     train = {source.task(i).prompt for i in range(200)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -237,7 +238,12 @@ async def test_a_call_without_a_process_fails_the_episode(job: Path, monkeypatch
 
     monkeypatch.setattr(ForkedEpisode, "begin", begin)
     with pytest.raises(EpisodeFailed, match=r"^a tool's process did not start within 0.01 s$"):
-        await tools["breaks"].run('{"how": "odd"}', 0.01, config)
+        await tools["breaks"].run('{"how": "odd"}', 100.0, replace(config, tool_timeout_s=0.01))
+
+
+async def test_a_call_with_hardly_any_time_left_is_stopped_and_not_a_failure(job: Path) -> None:
+    config = loading.load(job, ()).environment
+    assert await load_tools(config)["hangs"].run('{"what": ""}', 1e-6, config) == "error: stopped after 1e-06 s"
 
 
 @pytest.mark.parametrize(
