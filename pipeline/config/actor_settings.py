@@ -334,9 +334,7 @@ def example_settings(config: RunConfig, num_held_out: int) -> ExampleSettings | 
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
     emulated_task = dataclasses.replace(config.task, source="emulated", eval_source="")
     return ExampleSettings(
-        prompts=knob_tree.with_values(
-            prompts, {"source.task": emulated_task, "eval_sets": (), "max_prompt_tokens": None}
-        ),
+        prompts=knob_tree.with_values(prompts, {"source.task": emulated_task, "eval_sets": ()}),
         examples_per_step=sft.examples_per_step,
         source=sft.source,
         options=sft.options,

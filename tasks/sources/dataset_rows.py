@@ -248,6 +248,13 @@ class RowSource:
             raise ConfigError(NO_ANSWER)
         return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
 
+    def check_text_answers(self) -> None:
+        """Raise ConfigError for a row whose answer is no text, or white space only."""
+        name = self._columns.answer
+        for index, value in enumerate(self._column(name, "answer") if name else ()):
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(f"{self._rows.location(index)}: {name} has no text to learn; add one to this row")
+
     def _prompts(self) -> Iterator[Prompt]:
         """The prompts of all rows. Raises ConfigError."""
         name = self._columns.prompt

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, prompt_excerpt
 from staleflow.tasks.settings.dataset_columns import Columns, DataUse
 from staleflow.tasks.settings.source_kinds import is_environment
+from staleflow.tasks.sources.dataset_rows import RowSource
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet, evaluated_prompts
-from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts, without_prompts
+from staleflow.tasks.sources.prompts import FilteredSource, PromptSettings, TokenizedPrompts, without_prompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 from staleflow.tasks.training.microbatches import Row
 
@@ -90,6 +91,10 @@ class Examples:
         source = make_source(
             settings.source, settings.options, settings.seed, settings.columns, DataUse.TRAINING, key=SOURCE_KEY
         )
+        if isinstance(source, RowSource):
+            with raised_as(ConfigError, self._label, ConfigError):
+                source.check_text_answers()
         if settings.held_out_source is not None:
             source = source.excluding_held_out(settings.prompts.num_held_out, settings.held_out_source.build())
-        return without_prompts(source, evaluated_prompts(settings.eval_sets))
+        source = without_prompts(source, evaluated_prompts(settings.eval_sets))
+        return source if settings.prompts.max_prompt_tokens is None else FilteredSource(source, self._prompts.fits)

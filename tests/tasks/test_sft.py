@@ -109,14 +109,26 @@ def test_a_chat_example_has_the_tokens_of_the_conversation(name: str, tiny_model
 
 
 def test_examples_without_answers_are_rejected(tiny_model: Path, tmp_path: Path) -> None:
+    """All rows are checked at the start."""
     config = job(tmp_path, tiny_model)
-    (tmp_path / "examples.jsonl").write_text('{"prompt": "1+1", "answer": 2}\n')
     settings = actor_settings.example_settings(config, 0)
     assert settings is not None
-    with pytest.raises(
-        ConfigError, match=r"sft\.source = .*: an example has no text as its answer: '1\+1'\.\.\.; name"
-    ):
-        settings.build().rows(0)
+    for answer in ("2", '" "'):
+        (tmp_path / "examples.jsonl").write_text(
+            f'{{"prompt": "1+0", "answer": "1"}}\n{{"prompt": "1+1", "answer": {answer}}}\n'
+        )
+        with pytest.raises(ConfigError, match=r"sft\.source = .*, line 2: answer has no text to learn"):
+            settings.build()
+
+
+def test_an_example_that_is_too_long_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    config = job(tmp_path, tiny_model, "task.skip_long=true", "rollout.engine.kv_tokens=64")
+    long_row, short_row = ({"prompt": prompt, "answer": "1"} for prompt in ("1+" * 40 + "1", "1+0"))
+    (tmp_path / "examples.jsonl").write_text(f"{json.dumps(long_row)}\n{json.dumps(short_row)}\n")
+    settings = actor_settings.example_settings(config, 0)
+    assert settings is not None
+    tokenizer = load_chat_tokenizer(str(tiny_model))
+    assert [tokenizer.text(row.prompt.tolist()) for row in settings.build().rows(0)] == ["1+0", "1+0"]
 
 
 class GivenExamples:
