@@ -34,9 +34,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
-REPLAY_DIFFERS = (
-    "a replay of its earlier turns returned other observations, although its class says that it is repeatable"
-)
+REPLAY_DIFFERS = "a replay of its earlier turns returned other observations"
 
 FAILED_BEFORE = "the reason of its failure was lost together with its host or the trajectory server"
 
@@ -251,7 +249,9 @@ class EnvironmentHost:
                 elapsed_s += result.environment_s + result.waited_s
             else:
                 self._environments.cancel([key])
-                result = HostedStepResult(ended=True, error=receipt.reason or REPLAY_DIFFERS)
+                result = HostedStepResult(
+                    ended=True, error=receipt.reason or REPLAY_DIFFERS, lost=not receipt.reason
+                )  # such as a tool that prints the time: starting it again is what a lost host costs
         self._open_episodes.pop(trajectory, None)
         if result.error:
             if not await call_server("restart", (trajectory, state.num_tokens, route_number)):

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from staleflow.stores.errors import ConfigError, type_and_message
+from staleflow.stores.errors import ConfigError, raised_as, type_and_message
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.knobs import (
     METADATA,
@@ -161,9 +161,11 @@ class Registry(Generic[T]):
         code: Any = user_code.load(entry.name, self.key, entry.code_kind)
         if any(isinstance(member, dataclasses.Field) for member in getattr(code, "__dict__", {}).values()):
             raise ConfigError(f"{label}: it declares knobs but is not a dataclass; write @dataclass above the class")
-        if taken_names := [name for name in knobs(code) if name in values]:
-            raise ConfigError(f"{label}: the run sets {', '.join(taken_names)}; give this knob another name")
-        knob_values = read(code, entry.knobs, label, f"{self.key}.")
+        problem = f"{label}: its type hints cannot be read"
+        with raised_as(ConfigError, problem, NameError, describe=type_and_message):
+            if taken_names := [name for name in knobs(code) if name in values]:
+                raise ConfigError(f"{label}: the run sets {', '.join(taken_names)}; give this knob another name")
+            knob_values = read(code, entry.knobs, label, f"{self.key}.")
         if entry.code_kind == "class":
             code = self._construct(code, {**values, **knob_values}, values, label)
         result: T = dataclasses.replace(entry, code=code)

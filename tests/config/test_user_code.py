@@ -81,6 +81,10 @@ class Half:
 class Undecorated(Plain):
     share: float = knob(0.5, "share")
 
+@dataclass
+class Unread(Plain):
+    table: "Nothing"
+
 class Greedy(Plain):
     def __init__(self, cost, network): pass
 
@@ -154,6 +158,7 @@ def test_a_rule_from_a_file_gets_its_knobs_and_parameters(user_file: Path) -> No
         ("rollout.routing={mine}:best", "has no class best"),
         ("rollout.routing={mine}:Half", "it lacks choose; docs/extending.md has an example"),
         ("rollout.routing={mine}:Undecorated", "it declares knobs but is not a dataclass; write @dataclass above"),
+        ("rollout.routing={mine}:Unread", "its type hints cannot be read: NameError: name 'Nothing' is not defined"),
         ("rollout.routing={mine}:Greedy", "unknown parameter network; available: cost, eta, rng"),
         ("rollout.routing={mine}:Broken", "cannot be constructed: RuntimeError: not today"),
         ("rollout.routing={mine}:Fullest rollout.routing.shre=1", "you mean rollout.routing.share?"),

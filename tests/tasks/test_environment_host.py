@@ -201,6 +201,7 @@ def test_an_episode_with_a_different_observation_is_cancelled_and_restarted() ->
     assert {i: bool(item.restart_reason) for i, item in result.items()} == {
         i: i % 4 == 0 for i in range(90) if i % 4 != 2
     }
+    assert all(item.host_lost for item in result.values() if item.restart_reason), "it is no failure"
     assert sorted(environments.cancelled_tasks) == list(range(0, 90, 2))
 
 
