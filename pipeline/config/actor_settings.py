@@ -90,7 +90,7 @@ def environment_settings(
             environment_config=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
-    predecessor_settings = {"source.endpoint.predecessor_s": config.deadlines.call_s} if is_replacement else {}
+    predecessor_settings = {"source.endpoint.unknown_key_grace_s": config.deadlines.call_s} if is_replacement else {}
     return knob_tree.with_values(episode_settings(config), predecessor_settings)
 
 

@@ -97,15 +97,15 @@ def _is_in_mig_mode(nvml: Any, handle: Any) -> bool:
 def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:
     """Return the link domain of each GPU: those joined by NVLink, directly or through others; without it, the host."""
     domain = list(range(len(handles)))
-    are_linked = False
+    any_linked = False
     for i, handle in enumerate(handles):
         for j in range(i):
             with contextlib.suppress(nvml.NVMLError):
                 status = nvml.nvmlDeviceGetP2PStatus(handle, handles[j], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
                 if status == nvml.NVML_P2P_STATUS_OK:
-                    are_linked = True
+                    any_linked = True
                     domain = [domain[j] if number == domain[i] else number for number in domain]
-    return [f"nvlink-{number}" if are_linked else "pcie" for number in domain]
+    return [f"nvlink-{number}" if any_linked else "pcie" for number in domain]
 
 
 def _numa_node(bus_id: str) -> int:

@@ -143,8 +143,8 @@ class Coordinator(CoordinatorInspection):
             if self._validate_every_event:
                 self.validate()
         except ProtocolViolation as violation:
-            trajectory = getattr(event, "trajectory", None)
-            story = "" if trajectory is None else "\n" + "\n".join(self.story(trajectory))
+            trajectory_id = getattr(event, "trajectory", None)
+            story = "" if trajectory_id is None else "\n" + "\n".join(self.story(trajectory_id))
             self._issuer.pop_commands()  # those of a failed event are not executed
             raise ProtocolViolation(f"{violation} (while handling {event}){story}") from violation
         return self._issuer.pop_commands()
@@ -359,8 +359,8 @@ class Coordinator(CoordinatorInspection):
         """Remove a lost instance, and retry its trajectories elsewhere."""
         instance = self._state.fleet.get(instance_id)
         if instance is not None:
-            for member in tuple(instance.trajectories):
-                trajectory = self._state.live_trajectories.get(member)
+            for trajectory_id in tuple(instance.trajectories):
+                trajectory = self._state.live_trajectories.get(trajectory_id)
                 if trajectory is not None:  # a sibling's last attempt may have ended it
                     self._retry(trajectory, Transition.INSTANCE_LOST, f"{instance_id} was lost: {reason}")
             self._state.remove_instance(instance)

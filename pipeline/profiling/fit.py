@@ -112,14 +112,16 @@ def _fit_best_border(points: Sequence[StepPoint]) -> tuple[CostModel, float]:
     for border in borders:
         is_flat = running <= border
         columns = [kv, np.where(is_flat, 0.0, running), is_flat.astype(float), (~is_flat).astype(float)]
-        k1, k3, floor, offset, *factors = _solve_robust(np.stack([*columns, *extra_columns], axis=1), seconds)
+        k1, k3, floor, offset, *extra_coefficients = _solve_robust(
+            np.stack([*columns, *extra_columns], axis=1), seconds
+        )
         if not is_flat.any():
             floor = 0.0
         if is_flat.all():
             offset = 0.0
+        prefill_s, delay_s = extra_coefficients or (0.0, 0.0)
         k4 = min(floor, offset) if is_flat.any() and not is_flat.all() else 0.0
-        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=factors[0] if factors else 0.0)
-        delay_s = factors[1] if factors else 0.0
+        model = CostModel(k1=k1, k2=floor - k4, k3=k3, k4=k4, b=offset - k4, prefill=prefill_s)
         predicted_s = np.array([_predict_step_s(model, delay_s, p) for p in points])
         loss = float(_huber_loss((predicted_s - seconds) / seconds).sum())
         if best is None or loss < best[0] * (1 - 1e-9):

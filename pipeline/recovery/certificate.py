@@ -84,15 +84,15 @@ def verify_signature(checkpoint: Path, allowed_signers: Path) -> str:
         StoreError: None of these keys signed this certificate.
     """
     certificate_file, signature = checkpoint / FILE, checkpoint / SIGNATURE_FILE
-    sign = f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"
-    for file, remedy in ((certificate_file, ""), (signature, sign), (allowed_signers, "")):
+    sign_remedy = f"sign {FILE} with `ssh-keygen -Y sign -n file -f KEY`"
+    for file, remedy in ((certificate_file, ""), (signature, sign_remedy), (allowed_signers, "")):
         if not file.is_file():
             raise ConfigError(f"{file}: no such file" + (f"; {remedy}" if remedy else ""))
-    key = ("-f", str(allowed_signers), "-s", str(signature))
+    options = ("-f", str(allowed_signers), "-s", str(signature))
     with raised_as(ConfigError, "ssh-keygen", OSError, remedy="install OpenSSH", describe=strerror):
-        principals = _ssh_keygen(b"", "find-principals", *key)
+        principals = _ssh_keygen(b"", "find-principals", *options)
         principal = next(iter(principals.stdout.decode(errors="replace").splitlines()), "")
-        verification = _ssh_keygen(certificate_file.read_bytes(), "verify", *key, "-n", "file", "-I", principal)
+        verification = _ssh_keygen(certificate_file.read_bytes(), "verify", *options, "-n", "file", "-I", principal)
     if not principal or principals.returncode or verification.returncode:
         raise StoreError(f"{signature}: no key of {allowed_signers} signed this {FILE}; it may have been changed")
     return principal

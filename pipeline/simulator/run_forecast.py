@@ -29,10 +29,10 @@ NUM_SIMULATIONS = 10
 """Simulations of a forecast, each with another seed."""
 STUDENT_T = 1.83
 """Two-sided 90 % quantile of Student's t with NUM_SIMULATIONS - 1 degrees of freedom."""
-TIME_UNITS = {"step_s": "s per step", "tokens_per_s": "tokens/s", "total_s": "s in all"}
-QUANTITY_UNITS = {**TIME_UNITS, "total_tokens": "tokens in all", "lag": "versions behind, mean"}
+SPEED_UNITS = {"step_s": "s per step", "tokens_per_s": "tokens/s", "total_s": "s in all"}
+QUANTITY_UNITS = {**SPEED_UNITS, "total_tokens": "tokens in all", "lag": "versions behind, mean"}
 """Units of the quantities of a forecast, for display."""
-MODEL_ERROR = {**dict.fromkeys(TIME_UNITS, 0.08), "total_tokens": 0.02, "lag": 0.05}
+MODEL_ERROR = {**dict.fromkeys(SPEED_UNITS, 0.08), "total_tokens": 0.02, "lag": 0.05}
 """Relative error of simulated values besides that of the cost model and of the seed. For times it is about the root
 mean square of seven runs of `benchmarks/forecasts.py`, with other seeds than those in docs/results.md, on two busy
 cores (load 10 to 20); tokens and lags differed by less than this."""
@@ -155,7 +155,7 @@ def predict_ranges(simulated: Sequence[Mapping[str, float]], cost_error: float, 
     for name in QUANTITY_UNITS:
         values = [run[name] for run in simulated]
         expected, deviation = statistics.fmean(values), statistics.stdev(values)
-        error = math.hypot(MODEL_ERROR[name], cost_error if name in TIME_UNITS else 0.0)
+        error = math.hypot(MODEL_ERROR[name], cost_error if name in SPEED_UNITS else 0.0)
         half = STUDENT_T * math.hypot(math.sqrt(1 + 1 / len(values)) * deviation, error * expected)
         high = min(expected + half, float(eta)) if name == "lag" else expected + half
         ranges[name] = PredictedRange(low=max(0.0, expected - half), expected=expected, high=high)

@@ -197,7 +197,7 @@ class BatchDigest:
         teacher_logprobs: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Add a trajectory. id_and_version: its id and v_traj. Other arguments as in Trajectory."""
-        self._hash.update(_TWO_IDS.pack(*id_and_version))
+        self._hash.update(_TWO_INTS.pack(*id_and_version))
         for array in (prompt, response, versions):
             self._hash.update(_LENGTH.pack(len(array)))
             self._hash.update(np.ascontiguousarray(array, "<i4").data)
@@ -206,7 +206,7 @@ class BatchDigest:
         if branches:
             self._hash.update(_LENGTH.pack(-len(branches)))
         for branch in branches:
-            self._hash.update(_TWO_IDS.pack(*branch))
+            self._hash.update(_TWO_INTS.pack(*branch))
         if teacher_logprobs is not None:
             self._hash.update(b"teacher")
             self._hash.update(np.ascontiguousarray(teacher_logprobs, "<f4").data)
@@ -217,7 +217,7 @@ class BatchDigest:
         return self._hash.hexdigest()
 
 
-_TWO_IDS, _LENGTH, _TWO_NUMBERS = struct.Struct("<qq"), struct.Struct("<q"), struct.Struct("<ff")
+_TWO_INTS, _LENGTH, _TWO_NUMBERS = struct.Struct("<qq"), struct.Struct("<q"), struct.Struct("<ff")
 
 
 def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:

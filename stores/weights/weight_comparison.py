@@ -31,17 +31,17 @@ class WeightPart:
 
 def compare_parts(parts: Iterable[WeightPart]) -> WeightReport:
     """Compare parts with the values they should be equal to."""
-    num_verified, unknown_reasons, differing_names = 0, Counter[str](), list[str]()
+    num_verified, incomparable_reasons, differing_names = 0, Counter[str](), list[str]()
     for part in parts:
         if part.incomparable_reason:
-            unknown_reasons[part.incomparable_reason] += 1
+            incomparable_reasons[part.incomparable_reason] += 1
         elif have_equal_bits(part.loaded, part.published):
             num_verified += 1
         else:
             differing_names.append(part.name)
     return WeightReport(
         verified=num_verified,
-        not_verified=dict(unknown_reasons),
+        not_verified=dict(incomparable_reasons),
         contradicted=len(differing_names),
         names=tuple(differing_names[:MAX_NAMES]),
     )

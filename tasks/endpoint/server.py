@@ -135,8 +135,8 @@ class EndpointServer:
             host, port = sock.getsockname()[:2]
             url_host = f"[{host}]" if ":" in host else host
             self._address = f"{'https' if tls else 'http'}://{url_host}:{port}"
-            if self._settings.predecessor_s:
-                self.sessions.expect_predecessor_keys(self._settings.predecessor_s)
+            if self._settings.unknown_key_grace_s:
+                self.sessions.expect_predecessor_keys(self._settings.unknown_key_grace_s)
             async with asyncio.timeout(START_S):
                 while not server.started and not self._serve_task.done():
                     await asyncio.sleep(0.005)

@@ -175,17 +175,17 @@ def _parse_reward(line: str) -> Any:
     """Parse the reward that a program printed: a number, or a JSON object with a number and its parts. Raises
     EpisodeFailed."""
     try:
-        event = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
-        event = None
-    if isinstance(event, dict):
-        return event.get("reward"), event.get("parts") or {}
-    if not isinstance(event, (int, float)):
+        value = None
+    if isinstance(value, dict):
+        return value.get("reward"), value.get("parts") or {}
+    if not isinstance(value, (int, float)):
         raise EpisodeFailed(
             f'the last line that the agent printed must be its reward, a number or {{"reward": ..., "parts": ...}}, '
             f"not {line[:80]!r}"
         )
-    return event
+    return value
 
 
 class AgentEnvironment:

@@ -59,7 +59,7 @@ class EndpointSettings:
     """The job's sampling temperature."""
     vocabulary: int = 0
     """Number of tokens in the model's vocabulary; 0 if unknown."""
-    predecessor_s: float = 0.0
+    unknown_key_grace_s: float = 0.0
     """Seconds from the start in which unknown keys may belong to the endpoint that this one replaces; 0: none."""
 
     @property

@@ -54,10 +54,10 @@ class TrainerState:
         if self._rank_group.rank.count > 1:
             with contextlib.suppress(RuntimeError):  # on a rank other than 0: `end_save` is called on rank 0 only
                 self.end_save()
-            self._finish_save = self._rank_group.begin_save(self._tensors_in_use(), path)
+            self._finish_save = self._rank_group.begin_save(self._state_tensors(), path)
             return
         state = {
-            "model": self._saved_tensors(),
+            "model": self._tensors_to_save(),
             "optimizer": self._optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
@@ -75,13 +75,13 @@ class TrainerState:
         """Restore a saved state. Raises StoreError."""
         with resume_points.loading(path):
             self._optimizer.state.clear()  # a file from before the first step has no moments
-            in_use = self._tensors_in_use()
+            in_use = self._state_tensors()
             if path.is_dir():
                 self._rank_group.load(in_use, path)
                 self._rng.bit_generator.state = json.loads(in_use["random"])
                 return
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if names := sorted(saved["model"].keys() ^ self._saved_tensors().keys()):
+            if names := sorted(saved["model"].keys() ^ self._tensors_to_save().keys()):
                 raise KeyError(f"{len(names)} tensors differ from the model's, the first is {names[0]}")
             moments = saved["optimizer"]["state"]
             for index, name in enumerate(in_use["model"]):
@@ -93,7 +93,7 @@ class TrainerState:
                         tensor.zero_()
             self._rng.bit_generator.state = saved["random"]
 
-    def _saved_tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors_to_save(self) -> dict[str, torch.Tensor]:
         """The tensors of the model that a resume point has, by name."""
         tensors: dict[str, torch.Tensor] = self._model.state_dict()
         if self._adapter_only:
@@ -101,7 +101,7 @@ class TrainerState:
             return {name: tensor for name, tensor in tensors.items() if name in trained_names}
         return tensors
 
-    def _tensors_in_use(self) -> dict[str, Any]:
+    def _state_tensors(self) -> dict[str, Any]:
         """The state by parameter names. Its tensors are those of the model and the optimizer, not copies."""
         parameters = trained_parameters(self._rank_group, self._model)
         for parameter in parameters.values():

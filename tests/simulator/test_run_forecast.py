@@ -14,7 +14,7 @@ from staleflow.pipeline.simulator import run_forecast
 from staleflow.pipeline.simulator.analysis import as_metrics, compute_stats
 from staleflow.pipeline.simulator.run_forecast import (
     QUANTITY_UNITS,
-    TIME_UNITS,
+    SPEED_UNITS,
     compare_with_run,
     measure_run,
     predict_ranges,
@@ -61,7 +61,7 @@ def test_intervals_widen_with_seeds_and_with_the_error_of_the_cost_model() -> No
     spread = widths(values, dict.fromkeys(values, 1.1), error=0.0)
     erring = widths(values, values, error=0.2)
     assert all(spread[name] > same[name] > 0 for name in values)
-    assert {name for name in values if erring[name] > same[name]} == set(TIME_UNITS)
+    assert {name for name in values if erring[name] > same[name]} == set(SPEED_UNITS)
     half = run_forecast.STUDENT_T * math.hypot(run_forecast.MODEL_ERROR["step_s"], 0.2)
     assert erring["step_s"] == pytest.approx(2 * half)
 

@@ -245,8 +245,8 @@ async def test_unknown_keys_get_503_while_a_replacement_restarts_its_episodes() 
 
 async def test_a_replacement_endpoint_replies_503_to_unknown_keys() -> None:
     lost = Sessions().open()
-    for predecessor_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
-        server = EndpointServer(EndpointSettings(predecessor_s=predecessor_s))
+    for unknown_key_grace_s, status, retry in ((0.0, 401, None), (60.0, 503, "1")):
+        server = EndpointServer(EndpointSettings(unknown_key_grace_s=unknown_key_grace_s))
         await server.start()
         async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
             result = await chat(client, lost, HELLO)
@@ -260,4 +260,4 @@ def test_environment_settings_of_a_replacement_set_replaces_s(job: Path, tmp_pat
     for replaces, expected in ((False, 0.0), (True, 7.0)):
         result = actor_settings.environment_settings(config, is_replacement=replaces)
         assert isinstance(result, EpisodeHostSettings)
-        assert result.source.endpoint.predecessor_s == expected
+        assert result.source.endpoint.unknown_key_grace_s == expected
