@@ -71,7 +71,7 @@ class Bench:
         self.decision_us[type(event).__name__].append((time.thread_time() - begin_s) * 1e6)
         return new_commands
 
-    async def draw(self, _: str, __: str, first: int, count: int, ___: object) -> list[NewGroup]:
+    async def draw(self, _: str, __: str, first: int, count: int, *___: object, deadline: str) -> list[NewGroup]:
         return await asyncio.create_task(self.make_groups(first, count))  # not a call of the driver
 
     async def make_groups(self, first: int, count: int) -> list[NewGroup]:
