@@ -136,7 +136,7 @@ DATA = (
     _set("data: no parquet file", "task.source=parquet:none.parquet", "task.source = ", "no such file"),
     _set("data: no evaluation set", "task.eval_source=jsonl:none.jsonl", "task.eval_source = ", "no such file"),
     _set("data: no examples", "training.sft={steps=1, source='jsonl:none.jsonl'}", "sft.source", "no such file"),
-    Case(name="data: examples without answers", says=("training.sft.source", "no text as its answer"),
+    Case(name="data: examples without answers", says=("training.sft.source", "line 1: answer has no text to learn"),
          command="run job.toml --set training.sft.steps=1 --set training.sft.source=jsonl:examples.jsonl",
          prepare=(write_text("examples.jsonl", '{"prompt": "1", "answer": 2}\n'),)),
     _set("data: an unknown column", "task.columns.prompt=question", "'question'", "task.columns.prompt", "answer"),
