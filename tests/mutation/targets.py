@@ -55,6 +55,7 @@ PACKAGES = (
         name="protocol",
         paths=("stores/staleness",),
         tests=LEDGER,
+        own={"ledger": (*LEDGER, "tests/coordination/test_state.py")},
     ),
     Package(
         name="in flight",
@@ -81,6 +82,7 @@ PACKAGES = (
         paths=("pipeline/coordination",),
         tests=DECISIONS,
         own={
+            "coordinator": (*DECISIONS, "tests/coordination/test_route_limit.py"),
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": (
                 "tests/coordination/test_coordinator.py", "tests/coordination/test_state.py",
